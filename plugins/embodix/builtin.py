@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""embodix's own implementations, registered through the same hooks as a third party's."""
+
+from __future__ import annotations
+
+from embodix.hookspecs import Registration, hookimpl
+
+
+@hookimpl
+def register_packers() -> list[Registration]:
+    packing = "embodix.packing.packers"
+    return [
+        Registration("none", f"{packing}:PaddedPacker", "compute every prefix row, padding included, as upstream"),
+        Registration("padding_free", f"{packing}:PaddingFreePacker", "compute valid prefix rows only, same batches"),
+    ]
+
+
+@hookimpl
+def register_attention_backends() -> list[Registration]:
+    cpu, cuda = "embodix.attention.segment", "embodix.attention.cuda"
+    return [
+        Registration("segment_gemm", f"{cpu}:SegmentGemm", "one GEMM pair a segment, grouped heads folded (CPU)"),
+        Registration("segment_sdpa", f"{cpu}:SegmentSdpa", "torch SDPA a segment, no mask (any device)"),
+        Registration("segment_auto", f"{cpu}:SegmentAuto", "GEMM for short segments, SDPA for long ones (CPU)"),
+        Registration("flash_attn_2", f"{cuda}:FlashAttention2", "flash_attn_varlen_func of flash-attn 2 (CUDA)"),
+        Registration("flash_attn_4", f"{cuda}:FlashAttention4", "flash_attn_varlen_func of flash-attn-4 (CUDA)"),
+        Registration("torch_varlen", f"{cuda}:TorchVarlen", "torch.nn.attention.varlen.varlen_attn (CUDA)"),
+        Registration("flex", f"{cuda}:Flex", "FlexAttention with a document mask (CUDA)"),
+    ]
+
+
+@hookimpl
+def register_policy_wrappers() -> list[Registration]:
+    return [Registration("pi05", "embodix.policies.pi05.wrapper:Pi05Wrapper", "packed π0.5 on upstream's PI05Policy")]
+
+
+@hookimpl
+def register_environments() -> list[Registration]:
+    return [
+        Registration(
+            "embodix_metaworld",
+            "embodix.evaluation.metaworld:EmbodixMetaworldConfig",
+            "MetaWorld with several cameras, honoured seeds, rendering at the stored size",
+        )
+    ]
+
+
+@hookimpl
+def register_data_sources() -> list[Registration]:
+    return [
+        Registration(
+            "metaworld", "embodix.data.metaworld:record_metaworld", "demonstrations of MetaWorld's scripted experts"
+        )
+    ]
