@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one training step leaves behind: loss, times by phase and token counts, one JSON line a step.
+
+A run that is killed may leave half a line at the end of its file. Reading drops it, appending cuts it off first,
+so a resumed run continues the same file. A step that is trained again after a resume replaces its first record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PHASES = ("data_wait", "preprocess", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """Token and image counts of one step, summed over the batch (prefix and action tokens).
+
+    Attributes:
+        valid: tokens that carry input.
+        computed: tokens this run put through the transformer.
+        upstream: tokens that upstream's padded layout computes for the same samples.
+        images_computed: images this run put through the vision tower.
+        images_upstream: images upstream puts through it, blank ones included.
+    """
+
+    valid: int
+    computed: int
+    upstream: int
+    images_computed: int
+    images_upstream: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: 1 for the first step of a run.
+        loss: the loss that was differentiated; NaN and infinities are kept as they are.
+        grad_norm: norm of all gradients before clipping.
+        lr: learning rate of the first parameter group.
+        num_samples: samples of the step, over all ranks and micro-batches.
+        wall_s: seconds of wall-clock time by phase; phases are named in ``PHASES``.
+        cpu_s: seconds of process CPU time by phase.
+        tokens: token counts, or None where the run has no way to count them.
+        action_valid: action elements inside the episode, or None when not counted.
+        action_total: action elements in the batch, padding included, or None when not counted.
+
+    Raises:
+        ValueError: a phase that is not in ``PHASES``.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_samples: int
+    wall_s: dict[str, float]
+    cpu_s: dict[str, float]
+    tokens: TokenRecord | None = None
+    action_valid: int | None = None
+    action_total: int | None = None
+
+    def __post_init__(self) -> None:
+        unknown = sorted((set(self.wall_s) | set(self.cpu_s)) - set(PHASES))
+        if unknown:
+            raise ValueError(f"A step is timed by the phases {', '.join(PHASES)}; got also {', '.join(unknown)}.")
+
+
+def append_step(path: Path | str, record: StepRecord) -> None:
+    """Add one record to the end of a step file, creating it (and its folder) if needed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(dataclasses.asdict(record), separators=(",", ":")) + "\n"
+    with path.open("a+b") as file:
+        _mend_tail(file)
+        file.write(line.encode())
+
+
+def read_steps(path: Path | str) -> list[StepRecord]:
+    """Read a step file, ordered by step; of two records of one step the later line counts.
+
+    Raises:
+        FileNotFoundError: no such file; the message says what writes it.
+        ValueError: a line other than an incomplete last one is not a step record.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"No step records at {path}. `lerobot train` writes steps.jsonl into its output_dir; "
+            "give the folder of a run that trained at least one step."
+        )
+    lines = path.read_bytes().split(b"\n")
+    last = len(lines) - 1  # empty when the file ends in a newline
+    by_step: dict[int, StepRecord] = {}
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            record = _decode(line)
+        except (ValueError, KeyError, TypeError) as error:
+            if number == last:
+                break  # the tail of a killed run
+            raise ValueError(
+                f"{path}, line {number + 1} is not a step record ({type(error).__name__}: {error}). "
+                "Only the last line of a killed run may be incomplete; remove the line, or compare another run."
+            ) from error
+        by_step[record.step] = record
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _decode(line: bytes) -> StepRecord:
+    fields: Mapping[str, Any] = json.loads(line)
+    tokens = fields.get("tokens")
+    return StepRecord(**{**fields, "tokens": None if tokens is None else TokenRecord(**tokens)})
+
+
+def _mend_tail(file: Any) -> None:
+    """Make an open step file end in a newline: complete a whole last record, cut off a partial one."""
+    content_end = file.seek(0, 2)
+    if content_end == 0:
+        return
+    file.seek(content_end - 1)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    content = file.read()
+    line_start = content.rfind(b"\n") + 1
+    try:
+        _decode(content[line_start:])
+    except (ValueError, KeyError, TypeError):
+        file.truncate(line_start)
+    else:
+        file.write(b"\n")
