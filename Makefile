@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` do all the set-up themselves, on a bare Linux machine too; a second run reuses it.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench docs lock clean
+SHELL := /bin/bash
+BIN := .venv/bin
+PYTEST_ARGS ?=
+
+# Nothing here needs a model hub; the tests run one thread each so that figures and results do not depend on the cores.
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: ## create or update .venv (system packages, Python, the locked packages, embodix)
+	@scripts/setup.sh
+
+demo: setup ## record data in the simulator, train upstream and embodix side by side, write the report
+	$(BIN)/lerobot data metaworld +experiment=demo
+	$(BIN)/lerobot compare +experiment=demo
+
+test: setup ## run the test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## style, types and import arrows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy plugins/embodix
+	$(BIN)/lint-imports
+
+bench: setup ## run every benchmark; results land beside the scripts
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+docs: setup ## regenerate the reference pages in docs/ from the code
+	$(BIN)/python scripts/reference.py
+
+lock: setup ## recompile requirements.lock from pyproject.toml
+	scripts/lock.sh
+
+clean: ## remove build products and run outputs, but not .venv
+	rm -rf build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find plugins tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
