@@ -14,6 +14,8 @@ readonly STAMP=$VENV/.embodix-setup
 readonly LOCK=requirements.lock
 readonly UV_VERSION=0.13.9
 export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300}
+# The system's certificates hold a proxy's own ones too, which those that uv carries do not.
+[ ! -e /etc/ssl/certs/ca-certificates.crt ] || export UV_SYSTEM_CERTS=${UV_SYSTEM_CERTS:-true}
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 fail() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
@@ -92,14 +94,23 @@ find_python() {
   return 1
 }
 
-ensure_python() {
-  if PYTHON=$(find_python); then
-    say "using $("$PYTHON" -V) at $PYTHON"
-  else
-    say "no CPython 3.12 or 3.13 found (looked on PATH, in pyenv, conda, /usr/local, /opt); fetching 3.12 with uv"
-    "$UV" python install 3.12 || fail "uv could not fetch Python 3.12; install python3.12 and set EMBODIX_PYTHON to it"
-    PYTHON=$("$UV" python find 3.12)
+fetch_python() {
+  say "no CPython 3.12 or 3.13 found (looked on PATH, in pyenv, conda, /usr/local, /opt); fetching 3.12 with uv"
+  "$UV" python install 3.12 && return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "uv could not fetch it; trying apt-get"
+    apt_install python3.12-dev || apt_install python3.13-dev || true
   fi
+}
+
+ensure_python() {
+  PYTHON=$(find_python) || { fetch_python && PYTHON=$(find_python); } ||
+    fail "no CPython 3.12 or 3.13, and none could be fetched; install one and set EMBODIX_PYTHON to its path"
+  say "using $("$PYTHON" -V) at $PYTHON"
+  ensure_python_headers
+}
+
+ensure_python_headers() {
   local include
   include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
   [ -e "$include/Python.h" ] && return 0
