@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A MetaWorld task as a seeded scene with named cameras (https://arxiv.org/abs/1910.10897).
+
+MetaWorld ignores ``reset(seed=...)``; this scene honours seeds through ``env.seed`` and
+``seeded_rand_vec``: the same seed gives the same goal and objects. Frames are rendered at the size that is
+stored, without shadows, reflections and multisampling: a software renderer spends most of its time there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from embodix.data.rendering import select_gl_backend
+
+STATE_DIM = 4
+ACTION_DIM = 4
+STATE_NAMES = ("hand_x", "hand_y", "hand_z", "gripper_opening")
+ACTION_NAMES = ("delta_x", "delta_y", "delta_z", "gripper_effort")
+FPS = 80
+
+
+@dataclass(frozen=True)
+class CameraView:
+    """A camera of MetaWorld's model; `position` (metres) moves it, `rotate` turns its upside-down image."""
+
+    model_name: str
+    position: tuple[float, float, float] | None = None
+    rotate: bool = False
+
+
+CAMERA_VIEWS: dict[str, CameraView] = {
+    # Position and rotation as in lerobot/envs/metaworld.py.
+    "front": CameraView("corner2", position=(0.75, 0.075, 0.7), rotate=True),
+    "gripper": CameraView("gripperPOV"),
+    "behind_gripper": CameraView("behindGripper"),
+    "topview": CameraView("topview"),
+    "corner": CameraView("corner"),
+    "corner3": CameraView("corner3"),
+}
+
+
+def check_cameras(cameras: Sequence[str]) -> None:
+    """Raise ValueError unless `cameras` is a non-empty list of known views without repetition."""
+    unknown = sorted(set(cameras) - set(CAMERA_VIEWS))
+    if unknown or not cameras or len(set(cameras)) != len(cameras):
+        raise ValueError(
+            f"Cameras must be different names of MetaWorld views, got {list(cameras)}. Views: {list(CAMERA_VIEWS)}."
+        )
+
+
+class MetaWorldScene:
+    """One MetaWorld task with physics, named cameras and seeded resets.
+
+    Args:
+        task: MetaWorld name, for example ``button-press-topdown-v3``.
+        cameras: names out of `CAMERA_VIEWS`; the renderer is made with the first image.
+        image_size: height and width of every rendered image, pixels.
+
+    Raises:
+        ValueError: unknown task or camera.
+        RuntimeError: no OpenGL backend renders on this machine.
+    """
+
+    def __init__(self, task: str, cameras: Sequence[str], image_size: int) -> None:
+        check_cameras(cameras)
+        select_gl_backend()
+        self.task = task
+        self.cameras = tuple(cameras)
+        self.image_size = image_size
+        self.env = _make_task(task)
+        self._renderer: Any = None
+        for camera in self.cameras:
+            view = CAMERA_VIEWS[camera]
+            if view.position is not None:
+                self.env.model.camera(view.model_name).pos[:] = view.position
+
+    def reset(self, seed: int | None = None) -> np.ndarray:
+        """Reset; with a seed, to the goal and objects of that seed. Returns MetaWorld's observation (39,)."""
+        if seed is not None:
+            self.env.seed(seed)
+        observation, _ = self.env.reset()
+        return observation
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool]:
+        """Apply an action (4,) in [-1, 1]. Returns the observation (39,), the reward and the success."""
+        observation, reward, _, _, info = self.env.step(action)
+        return observation, float(reward), bool(info["success"])
+
+    def render(self) -> dict[str, np.ndarray]:
+        """The image of every camera, uint8 (image_size, image_size, 3)."""
+        return {camera: self._render_camera(CAMERA_VIEWS[camera]) for camera in self.cameras}
+
+    def _render_camera(self, view: CameraView) -> np.ndarray:
+        if self._renderer is None:
+            self._renderer = _make_renderer(self.env.model, self.image_size)
+        self._renderer.update_scene(self.env.data, view.model_name)
+        image = self._renderer.render()
+        return np.ascontiguousarray(image[::-1, ::-1]) if view.rotate else image
+
+    def close(self) -> None:
+        """Free the OpenGL context."""
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+        self.env.close()
+
+
+def robot_state(observation: np.ndarray) -> np.ndarray:
+    """What the robot knows of itself: hand position (metres) and gripper opening in [0, 1], float32 (4,)."""
+    return observation[:STATE_DIM].astype(np.float32)
+
+
+def task_names() -> list[str]:
+    """Every task of MetaWorld."""
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+
+    return sorted(ALL_V3_ENVIRONMENTS)
+
+
+def _make_task(task: str) -> Any:
+    from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
+
+    key = f"{task}-goal-observable"
+    if key not in ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE:
+        raise ValueError(f"Tasks must be MetaWorld's, got {task!r}. Tasks: {task_names()}")
+    env = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[key](seed=0)
+    env.seeded_rand_vec = True
+    env._freeze_rand_vec = False  # lerobot/envs/metaworld.py: otherwise no randomisation
+    env.max_path_length = np.inf  # episode length is the caller's
+    return env
+
+
+def _make_renderer(model: Any, image_size: int) -> Any:
+    import mujoco
+
+    model.vis.quality.shadowsize = 0
+    model.vis.quality.offsamples = 0
+    model.light_castshadow[:] = 0
+    renderer = mujoco.Renderer(model, image_size, image_size)
+    for flag in ("SHADOW", "REFLECTION", "SKYBOX", "HAZE"):
+        renderer.scene.flags[getattr(mujoco.mjtRndFlag, f"mjRND_{flag}")] = 0
+    return renderer

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Off-screen OpenGL for MuJoCo: which backend renders on this machine, found by rendering a frame."""
+
+import os
+import subprocess
+import sys
+
+GL_BACKENDS = ("egl", "osmesa")
+
+_RENDER_ONE_FRAME = """
+import mujoco
+model = mujoco.MjModel.from_xml_string(
+    '<mujoco><worldbody><light pos="0 0 3"/><geom type="sphere" size=".5" rgba="1 0 0 1"/></worldbody></mujoco>'
+)
+data = mujoco.MjData(model)
+mujoco.mj_forward(model, data)
+renderer = mujoco.Renderer(model, 16, 16)
+renderer.update_scene(data)
+image = renderer.render()
+if image.max() == 0:
+    raise RuntimeError("the frame is black")
+"""
+
+
+def probe_gl_backend(backend: str) -> str | None:
+    """Render one frame with a backend in a process of its own.
+
+    A process of its own, because PyOpenGL binds the first backend it meets and cannot change it.
+
+    Returns:
+        None when a frame was rendered, else the reason why not (last line of the error).
+    """
+    environment = {**os.environ, "MUJOCO_GL": backend}
+    environment.pop("PYOPENGL_PLATFORM", None)
+    probe = subprocess.run(
+        [sys.executable, "-c", _RENDER_ONE_FRAME],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if probe.returncode == 0:
+        return None
+    errors = [line for line in probe.stderr.splitlines() if "Error" in line and not line.startswith(" ")]
+    return errors[0] if errors else f"the probe ended with exit code {probe.returncode}"
+
+
+def select_gl_backend() -> str:
+    """Choose the OpenGL backend of this process and its children, and set ``MUJOCO_GL`` to it.
+
+    A ``MUJOCO_GL`` that is already set is the user's choice and is kept. Call before MuJoCo is imported:
+    it reads the variable once.
+
+    Raises:
+        RuntimeError: no backend renders; the message has the reason of each.
+    """
+    chosen = os.environ.get("MUJOCO_GL")
+    if chosen:
+        return chosen
+    reasons = {}
+    for backend in GL_BACKENDS:
+        reason = probe_gl_backend(backend)
+        if reason is None:
+            os.environ["MUJOCO_GL"] = backend
+            return backend
+        reasons[backend] = reason
+    raise RuntimeError(
+        "MuJoCo needs an off-screen OpenGL backend, and none rendered a frame here: "
+        + "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+        + ". On Debian and Ubuntu: apt-get install libegl1 libegl-mesa0 libosmesa6"
+    )

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small tokenizer that works without network, found by the hub id that LeRobot's pi0.5 has hard-coded.
+
+Built with Hugging Face `tokenizers`, in the manner of Gemma's: byte-pair encoding with byte fallback, spaces
+as U+2581, every digit a token of its own, a beginning-of-sequence token, and Gemma's ids of special tokens.
+
+Plain `lerobot-eval` and `lerobot-train` find it through the environment::
+
+    HF_HUB_CACHE=<data set>/tokenizer/hub HF_HUB_OFFLINE=1 lerobot-eval --policy.path=...
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from embodix.data.recording_stage import write_json
+
+HUB_ID = "google/paligemma-3b-pt-224"  # lerobot/policies/pi05/processor_pi05.py
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
+SNAPSHOT = "embodix"
+SPACE = "\u2581"
+
+
+def build_tokenizer(instructions: Sequence[str], folder: str | Path, vocab_size: int) -> Path:
+    """Train a tokenizer on instructions and lay it out in `folder` as a Hugging Face hub cache.
+
+    Args:
+        instructions: the corpus; prompts add pi0.5's own words and numbers to it.
+        folder: where `hub/` is made; ready for `offline_tokenizer`.
+        vocab_size: the most tokens, all ids being below it; a small corpus needs fewer.
+
+    Returns:
+        The folder of the tokenizer's files.
+
+    Raises:
+        ValueError: `vocab_size` is too small for bytes, letters and special tokens.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    hub = Path(folder) / "hub" / f"models--{HUB_ID.replace('/', '--')}"
+    snapshot = hub / "snapshots" / SNAPSHOT
+    snapshot.mkdir(parents=True, exist_ok=True)
+    pad, eos, bos, unk = SPECIAL_TOKENS
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_train(instructions, vocab_size),
+        pad_token=pad,
+        eos_token=eos,
+        bos_token=bos,
+        unk_token=unk,
+    )
+    tokenizer.save_pretrained(snapshot)
+    write_json(snapshot / "config.json", {"model_type": "paligemma"})
+    (hub / "refs").mkdir(exist_ok=True)
+    (hub / "refs" / "main").write_text(SNAPSHOT)
+    return snapshot
+
+
+@contextmanager
+def offline_tokenizer(folder: str | Path) -> Iterator[Path]:
+    """Make pi0.5's hub id resolve to the tokenizer in `folder`, without network, here and in child processes.
+
+    Inside, the whole Hugging Face hub is that folder and is offline; on exit everything is as before.
+
+    Raises:
+        ValueError: `folder` holds no tokenizer made by `build_tokenizer`.
+    """
+    import huggingface_hub.constants as constants
+
+    hub = Path(folder).resolve() / "hub"
+    if not (hub / f"models--{HUB_ID.replace('/', '--')}" / "refs" / "main").exists():
+        raise ValueError(
+            f"{folder} holds no tokenizer for {HUB_ID}. `lerobot data metaworld` builds one in <data set>/tokenizer."
+        )
+    before_constants = {"HF_HUB_CACHE": constants.HF_HUB_CACHE, "HF_HUB_OFFLINE": constants.HF_HUB_OFFLINE}
+    before_environment = {name: os.environ.get(name) for name in before_constants}
+    os.environ.update(HF_HUB_CACHE=str(hub), HF_HUB_OFFLINE="1")
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = str(hub), True
+    try:
+        yield hub
+    finally:
+        for name, value in before_constants.items():
+            setattr(constants, name, value)
+        for name, value in before_environment.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _train(instructions: Sequence[str], vocab_size: int) -> "Tokenizer":  # noqa: F821
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
+
+    _, _, bos, unk = SPECIAL_TOKENS
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    alphabet = sorted({SPACE, "\n", *map(chr, range(33, 127))})
+    smallest = len(SPECIAL_TOKENS) + len(byte_tokens) + len(alphabet)
+    if vocab_size < smallest:
+        raise ValueError(f"`vocab_size` must be at least {smallest} (special tokens, bytes, ASCII), got {vocab_size}.")
+    tokenizer = Tokenizer(models.BPE(unk_token=unk, byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d|[^\w\s" + SPACE + r"]|\n"), "isolated"),
+            pre_tokenizers.Split(SPACE, "merged_with_next"),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL_TOKENS, *byte_tokens],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    prompts = [f"Task: {instruction}, State: 0 1 2 3 4 5 6 7 8 9 -1;\nAction: " for instruction in instructions]
+    tokenizer.train_from_iterator(prompts, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer

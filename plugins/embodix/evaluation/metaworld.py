@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MetaWorld as a LeRobot environment with several cameras, honoured seeds and the recorder's instructions.
+
+Registered as ``env.type=embodix_metaworld``; upstream's own `make_env`, `eval_policy` and `eval_policy_all` run it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from lerobot.configs.types import FeatureType, PolicyFeature
+from lerobot.envs.configs import EnvConfig
+from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
+
+from embodix.data.instructions import instruction_for
+from embodix.data.metaworld_scene import (
+    ACTION_DIM,
+    FPS,
+    STATE_DIM,
+    MetaWorldScene,
+    check_cameras,
+    robot_state,
+)
+
+GYM_ID = "embodix/MetaWorld-v3"
+
+
+@dataclass(frozen=True)
+class SeededEpisode:
+    """Outcome of an episode that was started with a seed."""
+
+    seed: int
+    success: bool
+    num_steps: int
+
+
+class MetaWorldEnv(gym.Env):
+    """One MetaWorld task.
+
+    Observations are ``pixels`` (a uint8 image (image_size, image_size, 3) for each camera) and ``agent_pos``
+    (float32 (4,)). An episode ends with its first success or after `episode_length` steps. `info["is_success"]`
+    says which. `reset(seed=s)` gives the goal and objects of that seed; without a seed, the next ones of its stream.
+    `seeded_episodes` lists the outcomes of the episodes that had a seed, in the order in which they ended.
+
+    Raises:
+        ValueError: unknown task or camera, or a task without instruction.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": FPS}
+    render_mode = "rgb_array"
+
+    def __init__(
+        self,
+        task: str,
+        cameras: Sequence[str] = ("front", "gripper"),
+        image_size: int = 56,
+        episode_length: int = 150,
+        instruction: str | None = None,
+    ) -> None:
+        self.task = task
+        self.task_description = instruction if instruction is not None else instruction_for(task)
+        self._max_episode_steps = episode_length  # the name that lerobot_eval.rollout asks for
+        self._scene = MetaWorldScene(task, cameras, image_size)
+        image = spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
+        self.observation_space = spaces.Dict(
+            {
+                "pixels": spaces.Dict(dict.fromkeys(cameras, image)),
+                "agent_pos": spaces.Box(-np.inf, np.inf, (STATE_DIM,), np.float32),
+            }
+        )
+        self.action_space = spaces.Box(-1.0, 1.0, (ACTION_DIM,), np.float32)
+        self.seeded_episodes: list[SeededEpisode] = []
+        self._seed: int | None = None
+        self._num_steps = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Start an episode; the seed decides goal and objects."""
+        super().reset(seed=seed)
+        self._seed, self._num_steps = seed, 0
+        return self._observe(self._scene.reset(seed)), {"is_success": False}
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Apply an action (4,), clipped to [-1, 1]."""
+        raw_observation, reward, success = self._scene.step(np.clip(action, -1.0, 1.0))
+        self._num_steps += 1
+        truncated = not success and self._num_steps >= self._max_episode_steps
+        if self._seed is not None and (success or truncated):
+            self.seeded_episodes.append(SeededEpisode(self._seed, success, self._num_steps))
+            self._seed = None
+        info = {"is_success": success, "task": self.task}
+        return self._observe(raw_observation), reward, success, truncated, info
+
+    def render(self) -> np.ndarray:
+        """The images of all cameras side by side, uint8 (image_size, num_cameras * image_size, 3)."""
+        return np.concatenate(list(self._scene.render().values()), axis=1)
+
+    def close(self) -> None:
+        """Free the renderer."""
+        self._scene.close()
+
+    def _observe(self, raw_observation: np.ndarray) -> dict[str, Any]:
+        return {"pixels": self._scene.render(), "agent_pos": robot_state(raw_observation)}
+
+
+@EnvConfig.register_subclass("embodix_metaworld")
+@dataclass
+class EmbodixMetaworldConfig(EnvConfig):
+    """LeRobot configuration of `MetaWorldEnv`: a camera `x` becomes the policy's `observation.images.x`."""
+
+    task: str = "button-press-topdown-v3"
+    fps: int = FPS
+    cameras: list[str] = field(default_factory=lambda: ["front", "gripper"])
+    image_size: int = 56
+    episode_length: int = 150
+    instruction: str | None = None
+
+    def __post_init__(self) -> None:
+        check_cameras(self.cameras)
+        self.features = {
+            "action": PolicyFeature(FeatureType.ACTION, (ACTION_DIM,)),
+            "agent_pos": PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
+        }
+        self.features_map = {"action": ACTION, "agent_pos": OBS_STATE}
+        for camera in self.cameras:
+            shape = (self.image_size, self.image_size, 3)
+            self.features[f"pixels/{camera}"] = PolicyFeature(FeatureType.VISUAL, shape)
+            self.features_map[f"pixels/{camera}"] = f"{OBS_IMAGES}.{camera}"
+
+    @property
+    def type(self) -> str:
+        # Not the registered name: make_env takes every type with "metaworld" in it for its own environment.
+        return "embodix_meta_world"
+
+    @property
+    def package_name(self) -> str:
+        return __name__
+
+    @property
+    def gym_id(self) -> str:
+        return GYM_ID
+
+    @property
+    def gym_kwargs(self) -> dict[str, Any]:
+        return {
+            "task": self.task,
+            "cameras": list(self.cameras),
+            "image_size": self.image_size,
+            "episode_length": self.episode_length,
+            "instruction": self.instruction,
+        }
+
+
+# Without gymnasium's wrappers: they hide `task_description` from add_envs_task (lerobot/envs/utils.py), and the
+# policy would get an empty instruction.
+gym.register(GYM_ID, entry_point=MetaWorldEnv, order_enforce=False, disable_env_checker=True)
