@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a composed config needs of this installation, and which of it is missing or broken.
+
+Each check reads one part of the config and yields one sentence a fault: the rule, what was got, what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from embodix.doctor.findings import Diagnosis, VersionFinding, implementation_problem
+from embodix.doctor.machine import AttentionTarget, MachineFinding
+from embodix.patching import PatchError, patch_module
+from embodix.plugins import PluginError, PluginRegistry
+
+# The choices that leave upstream's own computation in place, so that no policy wrapper is needed.
+UPSTREAM_CHOICES = {"packing": "none", "attention": "upstream", "vision_tokens": "upstream", "action_pad": "host"}
+SIZES_PATCH = "lerobot_pi05_sizes"
+
+
+def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis) -> list[str]:
+    """Every fault of this installation that stops a run of ``config``."""
+    faults = [*_versions(diagnosis.versions), *_plugins(config, registry), *_patches(config)]
+    faults += _implementations(config, registry)
+    if diagnosis.machine is not None:
+        faults += _machine(config, diagnosis.machine)
+    return faults
+
+
+def attention_target(config: DictConfig) -> AttentionTarget:
+    """Device, dtype and head size that the config's policy runs attention with."""
+    head_dim = OmegaConf.select(config, "architecture.language.head_dim") or AttentionTarget.head_dim
+    return AttentionTarget(_device(config), str(_select(config, "policy.dtype") or "float32"), int(head_dim))
+
+
+def _versions(versions: list[VersionFinding]) -> Iterator[str]:
+    for version in versions:
+        if version.problem and (version.required or version.found):
+            yield f"{version.distribution} is out of range: {version.problem}."
+
+
+def _plugins(config: DictConfig, registry: PluginRegistry) -> Iterator[str]:
+    if _select(config, "strict_plugins") is False:
+        return
+    for record in registry.broken():
+        last_line = (record.error or "").strip().splitlines()[-1]
+        yield (
+            f"plugin {record.name!r} of {record.distribution} failed to load: {last_line}. "
+            "Repair or uninstall it, or run with strict_plugins=false."
+        )
+
+
+def _patches(config: DictConfig) -> Iterator[str]:
+    names = list(_select(config, "patches") or {})
+    if _select(config, "architecture") and SIZES_PATCH not in names:
+        names.append(SIZES_PATCH)
+    for name in names:
+        try:
+            problem = patch_module(name).PATCH.version_problem()
+        except PatchError as error:
+            problem = str(error)
+        except ImportError as error:
+            problem = f"cannot import: {error}"
+        if problem:
+            yield f"patch {name!r} does not fit: {problem}"
+
+
+def _implementations(config: DictConfig, registry: PluginRegistry) -> Iterator[str]:
+    target = attention_target(config)
+    for kind, name in _named_implementations(config, registry):
+        problem = _named_problem(registry, kind, name, target)
+        if problem:
+            yield f"{kind} {name!r}: {problem}"
+    if _select(config, "attention.name") == "auto":
+        reasons = {name: _named_problem(registry, "attention_backends", name, target) for name in _backends(registry)}
+        if all(reasons.values()):
+            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            yield f"attention 'auto' finds no backend that can run; choose attention=upstream. {listed}"
+
+
+def _named_implementations(config: DictConfig, registry: PluginRegistry) -> Iterator[tuple[str, str]]:
+    packing, attention = _select(config, "packing.name"), _select(config, "attention.name")
+    if packing:
+        yield "packers", packing
+    if attention not in (None, "upstream", "auto"):
+        yield "attention_backends", attention
+    chosen = {group: _select(config, f"{group}.name") for group in UPSTREAM_CHOICES}
+    if any(chosen[group] not in (None, upstream) for group, upstream in UPSTREAM_CHOICES.items()):
+        yield "policy_wrappers", str(_select(config, "policy.type"))
+    if _select(config, "env.type") in registry.names("environments"):
+        yield "environments", str(_select(config, "env.type"))
+
+
+def _named_problem(registry: PluginRegistry, kind: str, name: str, target: AttentionTarget) -> str | None:
+    try:
+        registry.registration(kind, name)
+    except PluginError as error:
+        return str(error)
+    return implementation_problem(registry, kind, name, target)
+
+
+def _machine(config: DictConfig, machine: MachineFinding) -> Iterator[str]:
+    device = _device(config)
+    if device.startswith("cuda") and machine.gpu_problem:
+        yield f"policy.device={device} cannot be used: {machine.gpu_problem}; set policy.device=cpu."
+    if _select(config, "env") and all(machine.rendering.values()):
+        reasons = "; ".join(f"{backend}: {reason}" for backend, reason in machine.rendering.items())
+        yield f"env renders off-screen, and no backend can: {reasons}. Install libegl1 and libegl-mesa0, or libosmesa6."
+
+
+def _backends(registry: PluginRegistry) -> list[str]:
+    return registry.names("attention_backends")
+
+
+def _device(config: DictConfig) -> str:
+    return str(_select(config, "policy.device") or "cpu")
+
+
+def _select(config: DictConfig, key: str) -> Any:
+    """The value at ``key``, None where the config has none (other verbs' configs lack some nodes)."""
+    return OmegaConf.select(config, key, throw_on_missing=False)
