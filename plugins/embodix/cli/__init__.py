@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line: ``lerobot <verb>`` and ``embodix <verb>``, one thin file a verb."""

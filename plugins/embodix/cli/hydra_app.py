@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a verb as a Hydra application, with errors that name the nearest match.
+
+``--cfg``, ``--info``, ``--multirun``, launchers, sweepers and tab completion are Hydra's own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from embodix.patching import PatchError
+from embodix.schema import train as train_schema
+
+CONFIG_PACKAGE = "pkg://embodix.hydra_conf"
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: list[str]) -> int:
+    """Compose ``config_name`` with the overrides in ``argv`` and run ``task`` on it.
+
+    Returns:
+        0, or 1 after a user's mistake was printed (set HYDRA_FULL_ERROR=1 for the traceback).
+    """
+    train_schema.register()
+    sys.argv = [sys.argv[0], *argv]
+    wants_traceback = os.environ.get(FULL_ERROR) == "1"
+    os.environ[FULL_ERROR] = "1"  # Hydra then raises instead of printing and leaving
+    try:
+        hydra.main(version_base="1.3", config_path=CONFIG_PACKAGE, config_name=config_name)(task)()
+    except (HydraException, OmegaConfBaseException, ValueError, PatchError, FileNotFoundError) as error:
+        if wants_traceback:
+            raise
+        print(f"error: {explain(error, config_name, argv)}", file=sys.stderr)
+        print("(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr)
+        return 1
+    finally:
+        os.environ[FULL_ERROR] = "1" if wants_traceback else "0"
+    return 0
+
+
+def compose(config_name: str, overrides: list[str]) -> DictConfig:
+    """Compose a config as the verb would, inside or outside a running Hydra application."""
+    train_schema.register()
+    if GlobalHydra.instance().is_initialized():
+        return hydra.compose(config_name, overrides=overrides)
+    with hydra.initialize_config_module("embodix.hydra_conf", version_base="1.3"):
+        return hydra.compose(config_name, overrides=overrides)
+
+
+def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
+    """The error's own message, followed by the nearest existing name for each override that has none."""
+    message = str(error).strip()
+    cause = error.__cause__
+    if cause is not None and str(cause).strip() not in message and isinstance(error, HydraException):
+        message += f"\n{cause}"
+    hints = []
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        hints = _nearest_hints(config_name, [word for word in argv if "=" in word and not word.startswith("-")])
+    return "\n".join([message, *hints])
+
+
+def _nearest_hints(config_name: str, overrides: list[str]) -> list[str]:
+    keys, groups = _known_names(config_name)
+    hints = []
+    for override in OverridesParser.create().parse_overrides(overrides):
+        name = override.key_or_group
+        if name in groups:
+            hints += _option_hint(name, str(override.value()), groups[name])
+        elif name not in keys:
+            nearest = difflib.get_close_matches(name, sorted({*keys, *groups}), n=3)
+            hints.append(f"{name!r} is neither a group nor a field of {config_name}; " + _did_you_mean(nearest))
+    return hints
+
+
+def _option_hint(group: str, value: str, options: list[str]) -> list[str]:
+    chosen = [option for option in re.split(r"[,\[\]\s]+", value) if option and option not in options]
+    return [
+        f"{option!r} is no option of group {group!r} ({', '.join(options)}); "
+        + _did_you_mean(difflib.get_close_matches(option, options, n=3))
+        for option in chosen
+        if option != "None"
+    ]
+
+
+def _did_you_mean(nearest: list[str]) -> str:
+    return f"did you mean {' or '.join(nearest)}?" if nearest else "nothing is near it; --cfg job lists all."
+
+
+def _known_names(config_name: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Every field of the composed default config (dotted), and every group with its options."""
+    with hydra.initialize_config_module("embodix.hydra_conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        groups = {group: loader.get_group_options(group) for group in loader.list_groups("")}
+        config = hydra.compose(config_name, overrides=[])
+    keys: list[str] = []
+    _collect_keys(OmegaConf.to_container(config, resolve=False), "", keys)
+    return keys, groups
+
+
+def _collect_keys(node: Any, prefix: str, keys: list[str]) -> None:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            keys.append(f"{prefix}{key}")
+            _collect_keys(value, f"{prefix}{key}.", keys)

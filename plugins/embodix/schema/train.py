@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schema of ``lerobot train``: what ``hydra_conf/train.yaml`` may hold.
+
+Nodes that are upstream's own (``policy``, ``dataset``, ``env``, ``optimizer``, ``scheduler``, ``peft``) are open
+mappings here; draccus checks their keys and types against upstream's dataclasses when the run starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class NamedChoice:
+    """A registered implementation by name, with keyword arguments for its constructor."""
+
+    name: str = MISSING
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TrainSettings:
+    """Scalar fields of upstream's ``TrainPipelineConfig`` (lerobot 0.5.1, lerobot/configs/train.py), same defaults.
+
+    ``output_dir`` defaults to a folder inside Hydra's run directory.
+    """
+
+    output_dir: str | None = None
+    job_name: str | None = None
+    seed: int | None = 1000
+    cudnn_deterministic: bool = False
+    num_workers: int = 4
+    batch_size: int = 8
+    steps: int = 100_000
+    eval_freq: int = 20_000
+    log_freq: int = 200
+    tolerance_s: float = 1e-4
+    save_checkpoint: bool = True
+    save_freq: int = 20_000
+    use_rabc: bool = False
+    rabc_progress_path: str | None = None
+    rabc_kappa: float = 0.01
+    rabc_epsilon: float = 1e-6
+    rabc_head_mode: str | None = "sparse"
+
+
+@dataclass
+class EvalSettings:
+    """Upstream's ``EvalConfig`` (lerobot/configs/default.py): evaluation while training."""
+
+    n_episodes: int = 50
+    batch_size: int = 50
+    use_async_envs: bool = False
+
+
+@dataclass
+class TokenizerSettings:
+    """Folder of an offline tokenizer, or None for the hub's; see ``embodix.data.tokenizer``."""
+
+    directory: str | None = None
+
+
+@dataclass
+class LoggingSettings:
+    """Where metrics go beside ``steps.jsonl``: ``none``, ``tensorboard`` or ``wandb`` with upstream's options."""
+
+    name: str = "none"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class StepClockSettings:
+    """How steps are timed. ``synchronize`` waits for the device at every phase (exact phases, slower on a GPU);
+    ``count_flops_at`` counts floating-point operations in that step, which is left out of timing."""
+
+    synchronize: bool = False
+    count_flops_at: int | None = None
+
+
+@dataclass
+class CompareSettings:
+    """What ``lerobot compare`` adds to the train config.
+
+    Attributes:
+        variants: name -> overrides that make the variant; the first is the reference of every ratio.
+        num_warmup_steps: steps at the start that are left out of timing.
+        measure_memory: also run two steps of each variant in a process of its own and read its peak memory.
+        evaluate: roll the trained policies out when ``env`` is set.
+        controls: with the evaluation, also run the blind and the blank-image control.
+        first_eval_seed: the seeds of the evaluation are this one and those after it.
+    """
+
+    variants: dict[str, list[str]] = field(default_factory=dict)
+    num_warmup_steps: int = 3
+    measure_memory: bool = True
+    evaluate: bool = True
+    controls: bool = True
+    first_eval_seed: int = 100_000
+
+
+@dataclass
+class TrainApp:
+    """Root of the ``lerobot train`` config; ``compare`` is used by ``lerobot compare`` only."""
+
+    train: TrainSettings = field(default_factory=TrainSettings)
+    policy: Any = MISSING
+    architecture: Any = None
+    dataset: Any = MISSING
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    packing: NamedChoice = field(default_factory=NamedChoice)
+    attention: NamedChoice = field(default_factory=NamedChoice)
+    vision_tokens: NamedChoice = field(default_factory=NamedChoice)
+    action_pad: NamedChoice = field(default_factory=NamedChoice)
+    flow_samples: int = 1
+    optimizer: Any = None
+    scheduler: Any = None
+    env: Any = None
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    peft: Any = None
+    rename_map: Any = field(default_factory=dict)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)
+    step_clock: StepClockSettings = field(default_factory=StepClockSettings)
+    patches: Any = field(default_factory=dict)
+    plugin: Any = None
+    strict_plugins: bool = True
+    resume: str | None = None
+    compare: CompareSettings | None = None
+
+
+def register() -> None:
+    """Make the schema known to Hydra as ``schema/train``."""
+    ConfigStore.instance().store(group="schema", name="train", node=TrainApp, package="_global_")

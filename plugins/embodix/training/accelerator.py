@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accelerator handed to upstream's ``train(cfg, accelerator=...)``: the one public hook into its loop.
+
+Upstream calls ``prepare`` once, before its first step, and then ``autocast``, ``backward``, ``clip_grad_norm_``
+and ``unwrap_model`` at fixed places of every step. The session is told of each; what upstream asked for is then
+done by accelerate itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+
+
+class StepObserver(Protocol):
+    """What a session does at the marks of upstream's loop."""
+
+    def policy_built(self, policy: Any, accelerator: Accelerator) -> None: ...
+    def loader_prepared(self, loader: Any, optimizer: Any) -> Any: ...
+    def forward_starts(self) -> None: ...
+    def backward_starts(self, loss: torch.Tensor) -> None: ...
+    def backward_ended(self) -> None: ...
+    def gradients_clipped(self, grad_norm: Any) -> None: ...
+    def step_ended(self) -> None: ...
+
+
+class ObservedAccelerator(Accelerator):
+    """Upstream's default accelerator, reporting to a :class:`StepObserver`.
+
+    Args:
+        observer: told of each mark.
+        force_cpu: upstream's rule: the CPU is forced when ``policy.device`` is ``cpu``.
+    """
+
+    def __init__(self, observer: StepObserver, force_cpu: bool, **kwargs: Any) -> None:
+        # The same construction as lerobot_train.train makes when it is given no accelerator.
+        super().__init__(
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+            cpu=force_cpu,
+            **kwargs,
+        )
+        self._observer = observer
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) < 4:
+            return super().prepare(*args, **kwargs)
+        policy, optimizer, loader, *rest = args
+        self._observer.policy_built(policy, self)
+        policy, optimizer, loader, *rest = super().prepare(policy, optimizer, loader, *rest, **kwargs)
+        return policy, optimizer, self._observer.loader_prepared(loader, optimizer), *rest
+
+    @contextmanager
+    def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        self._observer.forward_starts()
+        with super().autocast(*args, **kwargs):
+            yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self._observer.backward_starts(loss)
+        super().backward(loss, **kwargs)
+        self._observer.backward_ended()
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+        grad_norm = super().clip_grad_norm_(*args, **kwargs)
+        self._observer.gradients_clipped(grad_norm)
+        return grad_norm
+
+    def unwrap_model(self, *args: Any, **kwargs: Any) -> Any:
+        # update_policy asks for the bare model once, after optimizer and schedule have stepped.
+        self._observer.step_ended()
+        return super().unwrap_model(*args, **kwargs)

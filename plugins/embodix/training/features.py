@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which features a config selects, and their installation on a host policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from lerobot.policies.pretrained import PreTrainedPolicy
+from omegaconf import DictConfig, OmegaConf
+
+from embodix import plugins
+from embodix.attention.select import choose_backend
+from embodix.policies.settings import FastPathSettings, Installation
+from embodix.schema.train import NamedChoice
+
+
+@dataclass(frozen=True)
+class FeatureSelection:
+    """The named implementations a run asks for."""
+
+    packing: NamedChoice
+    attention: NamedChoice
+    vision_tokens: str
+    action_pad: str
+    flow_samples: int = 1
+
+    @property
+    def is_upstream(self) -> bool:
+        """True when nothing but upstream's own computation is asked for."""
+        return (
+            self.packing.name == "none"
+            and self.attention.name == "upstream"
+            and self.vision_tokens == "upstream"
+            and self.action_pad == "host"
+            and self.flow_samples == 1
+        )
+
+
+@dataclass
+class InstalledFeatures:
+    """What is in force on a policy: the wrapper's installation (None for pure upstream) and the backend's name."""
+
+    installation: Installation | None
+    attention_backend: str
+    fallbacks: list[str] = field(default_factory=list)
+
+
+def select_features(cfg: DictConfig) -> FeatureSelection:
+    """Read the feature groups and check that every name is registered.
+
+    Raises:
+        embodix.plugins.PluginError: an unknown packer or attention backend, or a broken plugin under strict_plugins.
+        ValueError: an unknown ``vision_tokens`` or ``action_pad``, or ``flow_samples`` below 1.
+    """
+    if cfg.strict_plugins:
+        plugins.registry().require_healthy()
+    selection = FeatureSelection(
+        packing=_named_choice(cfg.packing),
+        attention=_named_choice(cfg.attention),
+        vision_tokens=cfg.vision_tokens.name,
+        action_pad=cfg.action_pad.name,
+        flow_samples=cfg.flow_samples,
+    )
+    plugins.registry().registration("packers", selection.packing.name)
+    if selection.attention.name not in ("upstream", "auto"):
+        plugins.registry().registration("attention_backends", selection.attention.name)
+    _require_one_of("vision_tokens", selection.vision_tokens, ("upstream", "valid"))
+    _require_one_of("action_pad", selection.action_pad, ("host", "mask"))
+    if selection.flow_samples < 1:
+        raise ValueError(f"flow_samples must be at least 1; got {selection.flow_samples}.")
+    return selection
+
+
+def install_features(
+    policy: PreTrainedPolicy, selection: FeatureSelection, accelerator: Accelerator
+) -> InstalledFeatures:
+    """Make ``policy`` compute as selected; call before the accelerator wraps it.
+
+    Raises:
+        embodix.plugins.PluginError: no wrapper for this policy type.
+        ValueError: the attention backend cannot run here.
+    """
+    if selection.is_upstream:
+        return InstalledFeatures(None, "upstream dense eager")
+    wrapper = plugins.resolve("policy_wrappers", policy.config.type)()
+    attention = None
+    if selection.attention.name != "upstream":
+        attention = choose_backend(
+            selection.attention.name,
+            device=accelerator.device,
+            dtype=_attention_dtype(policy, accelerator),
+            head_dim=wrapper.head_dim(policy),
+            candidates=_attention_candidates(selection.attention),
+        )
+    settings = FastPathSettings(
+        packer=plugins.resolve("packers", selection.packing.name)(**selection.packing.options),
+        attention=attention,
+        vision_tokens=selection.vision_tokens,  # type: ignore[arg-type]  # checked by select_features
+        action_pad=selection.action_pad,  # type: ignore[arg-type]
+        flow_samples=selection.flow_samples,
+        reduce_count=_mean_over_ranks(accelerator),
+    )
+    backend = attention.name if attention is not None else "upstream dense eager"
+    return InstalledFeatures(wrapper.install(policy, settings), backend)
+
+
+def _attention_candidates(choice: NamedChoice) -> dict[str, Callable[[], Any]]:
+    """Registered backends by name; the chosen one gets its options."""
+    candidates: dict[str, Callable[[], Any]] = {}
+    for name in plugins.registry().names("attention_backends"):
+        options = choice.options if name == choice.name else {}
+        candidates[name] = _constructor(name, options)
+    return candidates
+
+
+def _constructor(name: str, options: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: plugins.resolve("attention_backends", name)(**options)
+
+
+def _attention_dtype(policy: PreTrainedPolicy, accelerator: Accelerator) -> torch.dtype:
+    """The dtype attention will see: autocast's under mixed precision, else that of the policy's parameters."""
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    if mixed is not None:
+        return mixed
+    return {"bfloat16": torch.bfloat16}.get(getattr(policy.config, "dtype", "float32"), torch.float32)
+
+
+def _mean_over_ranks(accelerator: Accelerator) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    if accelerator.num_processes == 1:
+        return None
+
+    def mean(count: torch.Tensor) -> torch.Tensor:
+        reduced = accelerator.reduce(count, reduction="mean")
+        assert isinstance(reduced, torch.Tensor)
+        return reduced
+
+    return mean
+
+
+def _named_choice(node: Any) -> NamedChoice:
+    plain = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(plain, dict)
+    return NamedChoice(name=str(plain["name"]), options=dict(plain.get("options") or {}))
+
+
+def _require_one_of(group: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ValueError(f"{group} must be one of {', '.join(known)}; got {name!r}.")

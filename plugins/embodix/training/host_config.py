@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the composed Hydra config to upstream's ``TrainPipelineConfig``, through upstream's own decoder draccus."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import draccus
+import lerobot.policies.factory  # noqa: F401  registers upstream's policies as draccus choices
+from lerobot.configs.train import TrainPipelineConfig
+from lerobot.utils.import_utils import register_third_party_plugins
+from omegaconf import DictConfig, OmegaConf
+
+from embodix import plugins
+
+NAMED_GROUPS = ("packing", "attention", "vision_tokens", "action_pad")
+
+
+def require_landed_groups(cfg: DictConfig) -> None:
+    """Check that every chosen group landed as a mapping where it belongs.
+
+    A group that is not on Hydra's search path otherwise turns into a plain string or a key with a slash, and the
+    run would silently train without it.
+
+    Raises:
+        ValueError: with the offending key and what to check.
+    """
+    for key in cfg:
+        if "/" in str(key):
+            raise ValueError(f"Config key {key!r} is a group that did not land; is its YAML on Hydra's search path?")
+    for group in NAMED_GROUPS:
+        node = cfg.get(group)
+        if not isinstance(node, DictConfig) or not isinstance(node.get("name"), str):
+            raise ValueError(
+                f"Group {group!r} must land as a mapping with a name; got {node!r}. "
+                f"Choose one of its options ({group}=<option>) and check that its YAML is on Hydra's search path."
+            )
+
+
+def decode_host_config(cfg: DictConfig) -> TrainPipelineConfig:
+    """Decode upstream's config from the composed one.
+
+    Raises:
+        ValueError: a key upstream does not have (with the nearest match) or a value of the wrong type.
+    """
+    _register_choices()
+    return _decode(host_fields(cfg))
+
+
+def host_fields(cfg: DictConfig) -> dict[str, Any]:
+    """The part of the config that is upstream's, as the plain mapping draccus decodes."""
+    plain = _plain(cfg)
+    fields = dict(plain["train"])
+    for name in ("dataset", "env", "policy", "optimizer", "scheduler", "peft", "eval", "rename_map"):
+        fields[name] = plain[name]
+    fields["use_policy_training_preset"] = plain["optimizer"] is None and plain["scheduler"] is None
+    if plain["logging"]["name"] == "wandb":
+        fields["wandb"] = plain["logging"]["options"]
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def fill_missing_preset(host_cfg: TrainPipelineConfig) -> None:
+    """Where only one of optimizer and scheduler was chosen, take the other from the policy's preset."""
+    if host_cfg.use_policy_training_preset or host_cfg.policy is None:
+        return
+    if host_cfg.optimizer is None:
+        host_cfg.optimizer = host_cfg.policy.get_optimizer_preset()
+    if host_cfg.scheduler is None:
+        host_cfg.scheduler = host_cfg.policy.get_scheduler_preset()
+
+
+def host_config_of_checkpoint(config_path: Path, overrides: list[str]) -> TrainPipelineConfig:
+    """Upstream's config as a checkpoint holds it, with the command line's own fields applied on top.
+
+    Args:
+        config_path: a checkpoint's ``train_config.json``.
+        overrides: Hydra overrides of this command; ``train.steps=6`` becomes upstream's ``--steps=6``.
+    """
+    _register_choices()
+    arguments = [argument for override in overrides if (argument := _as_host_argument(override))]
+    host_cfg = TrainPipelineConfig.from_pretrained(config_path, cli_args=arguments)
+    host_cfg.resume = True
+    return host_cfg
+
+
+def _as_host_argument(override: str) -> str | None:
+    key, _, value = override.lstrip("+").partition("=")
+    if key.startswith("train."):
+        return f"--{key.removeprefix('train.')}={value}"
+    if re.match(r"(policy|dataset|env|eval|optimizer|scheduler)\.", key):
+        return f"--{key}={value}"
+    return None
+
+
+def _register_choices() -> None:
+    """Import what registers itself with draccus: upstream's plugins and embodix's environments."""
+    register_third_party_plugins()
+    for name in plugins.registry().names("environments"):
+        plugins.resolve("environments", name)
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _decode(fields: Mapping[str, Any]) -> TrainPipelineConfig:
+    try:
+        decoded = draccus.decode(TrainPipelineConfig, dict(fields))
+    except Exception as error:  # draccus raises several unrelated kinds for a bad value
+        raise ValueError(f"Upstream's config rejects a value: {error}{_nearest(error)}") from error
+    assert isinstance(decoded, TrainPipelineConfig)
+    return decoded
+
+
+def _nearest(error: Exception) -> str:
+    """Nearest field names for draccus's 'The fields `x` are not valid for Y'."""
+    match = re.search(r"fields? `(?P<fields>[^`]+)` (?:is|are) not valid for (?P<owner>\w+)", str(error))
+    if match is None:
+        return ""
+    owners = [cls for cls in _config_classes(TrainPipelineConfig) if cls.__name__ == match["owner"]]
+    known = [f.name for cls in owners for f in dataclasses.fields(cls)]
+    hints = [difflib.get_close_matches(name.strip(), known, n=1) for name in match["fields"].split(",")]
+    names = [hint[0] for hint in hints if hint]
+    return f" Did you mean {', '.join(names)}?" if names else f" Known fields: {', '.join(known)}."
+
+
+def _config_classes(root: type) -> list[type]:
+    from lerobot.configs.default import DatasetConfig, EvalConfig, PeftConfig, WandBConfig
+    from lerobot.configs.policies import PreTrainedConfig
+    from lerobot.envs.configs import EnvConfig
+    from lerobot.optim.optimizers import OptimizerConfig
+    from lerobot.optim.schedulers import LRSchedulerConfig
+
+    registries = (PreTrainedConfig, EnvConfig, OptimizerConfig, LRSchedulerConfig)
+    choices = [choice for registry in registries for choice in registry.get_known_choices().values()]
+    return [root, DatasetConfig, EvalConfig, PeftConfig, WandBConfig, *choices]

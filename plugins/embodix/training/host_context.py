@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds upstream's ``train()``: patches, the offline tokenizer and a command line it may re-read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from embodix.data.tokenizer import offline_tokenizer
+from embodix.patching import patched
+from embodix.training.checkpoint import write_session_state
+
+
+@contextmanager
+def host_context(cfg: DictConfig, resume_config: Path | None = None) -> Iterator[None]:
+    """Apply the config's patches, its architecture and its tokenizer; give upstream a clean command line.
+
+    Upstream's ``TrainPipelineConfig.validate`` reads ``sys.argv`` again, so Hydra's overrides must not stand there;
+    on resume it expects ``--config_path``.
+
+    Raises:
+        embodix.patching.PatchError: a patch does not fit the installed host.
+        FileNotFoundError: the tokenizer folder is missing.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(patched(required_patches(cfg)))
+        if cfg.tokenizer.directory is not None:
+            stack.enter_context(offline_tokenizer(Path(cfg.tokenizer.directory)))
+        arguments = ["lerobot-train"] + ([f"--config_path={resume_config}"] if resume_config else [])
+        stack.enter_context(command_line(arguments))
+        yield
+
+
+def required_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    """The chosen patches with their options, and the size patch when the policy is not of upstream's size."""
+    plain: Any = OmegaConf.to_container(cfg.patches, resolve=True)
+    patches: dict[str, dict[str, Any]] = {name: dict(options or {}) for name, options in plain.items()}
+    if "lerobot_atomic_checkpoint" in patches:
+        patches["lerobot_atomic_checkpoint"]["on_saved"] = write_session_state
+    if cfg.architecture is not None:
+        architecture = OmegaConf.to_container(cfg.architecture, resolve=True)
+        patches["lerobot_pi05_sizes"] = {"architecture": architecture}
+    return patches
+
+
+@contextmanager
+def command_line(arguments: list[str]) -> Iterator[None]:
+    """Put ``arguments`` in the place of ``sys.argv`` for the duration of a block."""
+    original = sys.argv
+    sys.argv = arguments
+    try:
+        yield
+    finally:
+        sys.argv = original

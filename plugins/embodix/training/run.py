@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lerobot train``: one run of upstream's ``train()`` from a Hydra config, fresh or resumed."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lerobot.configs.train import TrainPipelineConfig
+from omegaconf import DictConfig, OmegaConf
+
+from embodix.report.steps import StepRecord
+from embodix.training.accelerator import ObservedAccelerator
+from embodix.training.checkpoint import Checkpoint, find_checkpoint
+from embodix.training.dataset_checks import require_trainable_dataset
+from embodix.training.features import select_features
+from embodix.training.host_config import (
+    decode_host_config,
+    fill_missing_preset,
+    host_config_of_checkpoint,
+    require_landed_groups,
+)
+from embodix.training.host_context import host_context
+from embodix.training.session import TrainingSession
+from embodix.training.tensorboard import step_writer
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run.
+
+    Attributes:
+        output_dir: the run folder.
+        records: the steps trained by this call.
+        final_loss: mean loss of the last tenth of them (NaN when none was trained).
+    """
+
+    output_dir: Path
+    records: list[StepRecord]
+
+    @property
+    def final_loss(self) -> float:
+        tail = self.records[-max(1, len(self.records) // 10) :]
+        return statistics.fmean(record.loss for record in tail) if tail else float("nan")
+
+
+def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
+    """Train as the config says and return what was recorded.
+
+    Args:
+        cfg: the composed ``train`` config.
+        overrides: the Hydra overrides of this command, kept in the checkpoint.
+
+    Raises:
+        ValueError: a mistake in the config, the dataset or the checkpoint; the message says what to do.
+    """
+    if cfg.resume is None:
+        require_landed_groups(cfg)
+        return _run(cfg, decode_host_config(cfg), overrides, None)
+    checkpoint = find_checkpoint(cfg.resume)
+    recorded = checkpoint.overrides() or []
+    added = [override for override in overrides if not override.startswith("resume=")]
+    merged = merge_overrides(recorded, added)
+    cfg = compose_train(merged)
+    require_landed_groups(cfg)
+    host_cfg = host_config_of_checkpoint(checkpoint.config_path, added)
+    host_cfg.output_dir = checkpoint.folder.parent.parent
+    return _run(cfg, host_cfg, merged, checkpoint)
+
+
+def compose_train(overrides: list[str]) -> DictConfig:
+    """Compose the train config again inside or outside a Hydra application."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+
+    overrides = [override for override in overrides if not override.lstrip("+").startswith("hydra")]
+    if GlobalHydra.instance().is_initialized():
+        return hydra.compose("train", overrides=[*overrides, "train.output_dir=null"])
+    with hydra.initialize_config_module("embodix.hydra_conf", version_base="1.3"):
+        return hydra.compose("train", overrides=[*overrides, "train.output_dir=null"])
+
+
+def merge_overrides(recorded: list[str], added: list[str]) -> list[str]:
+    """The recorded overrides with those of the same key replaced by the added ones."""
+    replaced = {override.lstrip("+~").partition("=")[0] for override in added}
+    kept = [o for o in recorded if o.lstrip("+~").partition("=")[0] not in replaced]
+    return [*kept, *added]
+
+
+def _run(
+    cfg: DictConfig, host_cfg: TrainPipelineConfig, overrides: list[str], checkpoint: Checkpoint | None
+) -> RunResult:
+    from lerobot.scripts.lerobot_train import train
+
+    fill_missing_preset(host_cfg)
+    selection = select_features(cfg)
+    require_trainable_dataset(host_cfg)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    with step_writer(cfg.logging, host_cfg) as on_step:
+        session = TrainingSession(
+            name=cfg.plugin or "upstream",
+            host_cfg=host_cfg,
+            selection=selection,
+            config=config,
+            overrides=overrides,
+            synchronize=cfg.step_clock.synchronize,
+            count_flops_at=cfg.step_clock.count_flops_at,
+            resume_from=checkpoint.loader_state() if checkpoint else None,
+            first_step=checkpoint.step + 1 if checkpoint else 1,
+            on_step=on_step,
+        )
+        session.activate()
+        with host_context(cfg, checkpoint.config_path if checkpoint else None):
+            force_cpu = host_cfg.policy is not None and host_cfg.policy.device == "cpu"
+            try:
+                train(host_cfg, accelerator=ObservedAccelerator(session, force_cpu))
+            finally:
+                session.close()
+    return RunResult(session.output_dir, session.records)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training run: features installed, steps timed and recorded, position kept for the checkpoint."""
+
+from __future__ import annotations
+
+import contextvars
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from lerobot.configs.train import TrainPipelineConfig
+from torch.utils.flop_counter import FlopCounterMode
+
+from embodix import patching
+from embodix.policies.settings import TokenCounts
+from embodix.report.manifest import collect_manifest
+from embodix.report.steps import StepRecord, TokenRecord, append_step
+from embodix.training.features import FeatureSelection, InstalledFeatures, install_features
+from embodix.training.flops import flop_counter
+from embodix.training.loader import LoaderState, ResumableLoader
+from embodix.training.step_clock import StepClock
+
+STEPS_FILE, MANIFEST_FILE = "steps.jsonl", "manifest.json"
+_current: contextvars.ContextVar[TrainingSession] = contextvars.ContextVar("embodix_training_session")
+
+
+def current_session() -> TrainingSession:
+    """The session whose upstream loop runs in this thread."""
+    return _current.get()
+
+
+class TrainingSession:
+    """Observes upstream's loop through its accelerator; see ``embodix.training.accelerator``.
+
+    Args:
+        name: the variant's name in reports.
+        host_cfg: upstream's config.
+        selection: the features to install.
+        config: the resolved Hydra config, for the manifest and the checkpoint.
+        overrides: the Hydra overrides that make this config, for the checkpoint.
+        synchronize: wait for the device at each mark.
+        count_flops_at: the step whose operations are counted, or None.
+        resume_from: loader position of the checkpoint that is resumed.
+        first_step: number of the first step trained here.
+        on_step: called with each finished step's record.
+
+    Attributes:
+        between_steps: called before each batch is fetched, when no step is open; None for nothing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host_cfg: TrainPipelineConfig,
+        selection: FeatureSelection,
+        config: dict[str, Any],
+        overrides: list[str],
+        synchronize: bool = False,
+        count_flops_at: int | None = None,
+        resume_from: LoaderState | None = None,
+        first_step: int = 1,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.host_cfg = host_cfg
+        self.selection = selection
+        self.config = config
+        self.overrides = overrides
+        self.records: list[StepRecord] = []
+        self.policy: Any = None
+        self.features: InstalledFeatures | None = None
+        self.loader: ResumableLoader | None = None
+        self.flops_per_step: int | None = None
+        self._synchronize = synchronize
+        self._count_flops_at = count_flops_at
+        self._resume_from = resume_from
+        self._step = first_step
+        self._on_step = on_step
+        self.between_steps: Callable[[], None] | None = None
+        self._counter: FlopCounterMode | None = None
+        self._num_samples = 0
+        self._loss = self._grad_norm = float("nan")
+
+    @property
+    def output_dir(self) -> Path:
+        assert self.host_cfg.output_dir is not None
+        return Path(self.host_cfg.output_dir)
+
+    def activate(self) -> None:
+        """Make this the session of the calling thread."""
+        _current.set(self)
+
+    def policy_built(self, policy: Any, accelerator: Accelerator) -> None:
+        self.policy = policy
+        self.accelerator = accelerator
+        self.features = install_features(policy, self.selection, accelerator)
+        self.clock = StepClock(accelerator.device, self._synchronize)
+
+    def loader_prepared(self, loader: Any, optimizer: Any) -> ResumableLoader:
+        self.optimizer = optimizer
+        self.loader = ResumableLoader(loader, self._resume_from, self._fetch_starts, self._fetched)
+        if self.accelerator.is_main_process:
+            self.write_manifest()
+        return self.loader
+
+    def forward_starts(self) -> None:
+        self.clock.end("preprocess")
+        if self._step == self._count_flops_at and self.clock.running:
+            self._counter = flop_counter()
+            self._counter.__enter__()
+
+    def backward_starts(self, loss: torch.Tensor) -> None:
+        self.clock.end("forward")
+        self._loss = float(loss.detach())
+
+    def backward_ended(self) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self.flops_per_step = self._counter.get_total_flops()
+            self._counter = None
+        self.clock.end("backward")
+
+    def gradients_clipped(self, grad_norm: Any) -> None:
+        self._grad_norm = float(grad_norm)
+
+    def step_ended(self) -> None:
+        if not self.clock.running:
+            return
+        self.clock.end("optimizer")
+        self.clock.stop()
+        record = self._record()
+        self.records.append(record)
+        if self.accelerator.is_main_process:
+            append_step(self.output_dir / STEPS_FILE, record)
+        if self._on_step is not None:
+            self._on_step(record)
+        self._step += 1
+
+    def write_manifest(self) -> None:
+        """Write what is known of the run; called again at the end with what was measured."""
+        assert self.features is not None
+        installation = self.features.installation
+        manifest = collect_manifest(
+            self.name,
+            seed=self.host_cfg.seed,
+            config=self.config,
+            packer=self.selection.packing.name,
+            attention=self.features.attention_backend,
+            settings=installation.describe() if installation else {},
+            patches=[name for name in patching.patch_names() if patching.is_applied(name)],
+            fallbacks=self.features.fallbacks,
+            flops_per_step=self.flops_per_step,
+            num_parameters=sum(p.numel() for p in self.policy.parameters()),
+            **self._peak_memory(),
+        )
+        manifest.save(self.output_dir / MANIFEST_FILE)
+
+    def close(self) -> None:
+        """Write the final manifest and give upstream's policy back its own methods."""
+        if self.features is None:
+            return
+        if self.accelerator.is_main_process:
+            self.write_manifest()
+        if self.features.installation is not None:
+            self.features.installation.uninstall()
+
+    def _fetch_starts(self) -> None:
+        if self.between_steps is not None:
+            self.between_steps()
+        self.clock.start()
+
+    def _fetched(self, batch: Any) -> None:
+        self.clock.end("data_wait")
+        self._num_samples = _batch_size(batch) * self.accelerator.num_processes
+
+    def _record(self) -> StepRecord:
+        installation = self.features.installation if self.features else None
+        counts = installation.token_counts if installation else None
+        return StepRecord(
+            step=self._step,
+            loss=self._loss,
+            grad_norm=self._grad_norm,
+            lr=float(self.optimizer.param_groups[0]["lr"]),
+            num_samples=self._num_samples,
+            wall_s=dict(self.clock.wall_s),
+            cpu_s=dict(self.clock.cpu_s),
+            tokens=_token_record(counts),
+            action_valid=counts.action_valid if counts else None,
+            action_total=counts.action_total if counts else None,
+        )
+
+    def _peak_memory(self) -> dict[str, Any]:
+        if self.accelerator.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.accelerator.device)
+            return {"peak_memory_bytes": peak, "peak_memory_source": "CUDA allocator"}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"peak_memory_bytes": peak, "peak_memory_source": "resident set of the process"}
+
+
+def _token_record(counts: TokenCounts | None) -> TokenRecord | None:
+    if counts is None:
+        return None
+    return TokenRecord(
+        valid=counts.valid,
+        computed=counts.computed,
+        upstream=counts.upstream,
+        images_computed=counts.images_computed,
+        images_upstream=counts.images_upstream,
+    )
+
+
+def _batch_size(batch: Any) -> int:
+    return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor))
