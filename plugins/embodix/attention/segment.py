@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backends that walk over the segments: plain GEMMs, torch SDPA, or the faster of both by segment length.
+
+Shape suffixes: N packed queries, M packed keys, H query heads, G key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from embodix.attention.backend import dtype_problem, require_packed
+from embodix.attention.folded_gemm import FoldedGemmAttention
+from embodix.attention.segments import Segments
+
+
+class SegmentGemm:
+    """Two GEMMs and a softmax a segment, grouped heads folded into query rows. Made for CPUs."""
+
+    name = "segment_gemm"
+
+    def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type not in ("cpu", "meta"):
+            return f"walks over segments on the host, which starves a {device.type} device"
+        return dtype_problem(dtype)
+
+    def __call__(
+        self,
+        q_NHD: Tensor,
+        k_MGD: Tensor,
+        v_MGD: Tensor,
+        segments: Segments,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        require_packed(q_NHD, k_MGD, v_MGD, segments)
+        scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
+        lengths = (segments.lengths_q, segments.lengths_k)
+        out_NHD: Tensor = FoldedGemmAttention.apply(q_NHD, k_MGD, v_MGD, lengths, causal, scale)
+        return out_NHD
+
+
+class SegmentSdpa:
+    """torch's ``scaled_dot_product_attention``, one call a segment, without a mask. Runs on any device."""
+
+    name = "segment_sdpa"
+
+    def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return dtype_problem(dtype)
+
+    def __call__(
+        self,
+        q_NHD: Tensor,
+        k_MGD: Tensor,
+        v_MGD: Tensor,
+        segments: Segments,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        require_packed(q_NHD, k_MGD, v_MGD, segments)
+        queries = q_NHD.split(segments.lengths_q)
+        keys, values = k_MGD.split(segments.lengths_k), v_MGD.split(segments.lengths_k)
+        outputs = [
+            _segment_sdpa(q, k, v, causal=causal, scale=scale) for q, k, v in zip(queries, keys, values, strict=True)
+        ]
+        return torch.cat(outputs)
+
+
+def _segment_sdpa(q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    num_q, num_k = q_NHD.shape[0], k_MGD.shape[0]
+    num_blind = num_q if num_k == 0 else max(0, num_q - num_k) if causal else 0
+    if num_blind == num_q:
+        return torch.zeros_like(q_NHD)
+    if num_blind:
+        seeing = _segment_sdpa(q_NHD[num_blind:], k_MGD, v_MGD, causal=causal, scale=scale)
+        return torch.cat([torch.zeros_like(q_NHD[:num_blind]), seeing])
+    mask = None
+    if causal and num_q != num_k:
+        mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q_NHD.device).tril(diagonal=num_k - num_q)
+    out_1HND = F.scaled_dot_product_attention(
+        q_NHD.transpose(0, 1)[None],
+        k_MGD.transpose(0, 1)[None],
+        v_MGD.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=q_NHD.shape[1] != k_MGD.shape[1],
+    )
+    return out_1HND[0].transpose(0, 1)
+
+
+class SegmentAuto:
+    """GEMMs below a segment length, SDPA from there on; the lengths are measured, see ``GEMM_FASTER_BELOW``."""
+
+    name = "segment_auto"
+
+    def __init__(self) -> None:
+        self._gemm, self._sdpa = SegmentGemm(), SegmentSdpa()
+
+    def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return self._gemm.probe(device, dtype, head_dim) or self._sdpa.probe(device, dtype, head_dim)
+
+    def __call__(
+        self,
+        q_NHD: Tensor,
+        k_MGD: Tensor,
+        v_MGD: Tensor,
+        segments: Segments,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        grouped = q_NHD.shape[1] != k_MGD.shape[1]
+        limit = GEMM_FASTER_BELOW.get((q_NHD.dtype, grouped), 0)
+        backend = self._gemm if segments.max_k < limit else self._sdpa
+        return backend(q_NHD, k_MGD, v_MGD, segments, causal=causal, scale=scale)
+
+
+# (dtype, grouped heads) -> keys a segment below which the GEMMs win.
+GEMM_FASTER_BELOW: dict[tuple[torch.dtype, bool], int] = {
+    (torch.float32, True): 2048,
+    (torch.bfloat16, True): 1 << 30,
+    (torch.bfloat16, False): 1 << 30,
+}

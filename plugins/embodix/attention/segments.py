@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the samples of a packed batch begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Boundaries of packed queries and keys; query segment i sees key segment i and nothing else.
+
+    Built once a step, so that no layer waits for the device. Lengths are kept on the host beside the int32
+    ``cu_seqlens`` that variable-length kernels take.
+    """
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_q: int
+    max_k: int
+
+    @classmethod
+    def from_lengths(
+        cls, lengths_q: Sequence[int], lengths_k: Sequence[int], device: torch.device | str = "cpu"
+    ) -> Segments:
+        """Segments with these lengths.
+
+        Raises:
+            ValueError: different numbers of query and key segments, none at all, or a negative length.
+        """
+        if len(lengths_q) != len(lengths_k) or not lengths_q:
+            raise ValueError(
+                "Every query segment needs one key segment and there must be one at least; got "
+                f"{len(lengths_q)} query and {len(lengths_k)} key segments."
+            )
+        if min(*lengths_q, *lengths_k) < 0:
+            raise ValueError(f"Segment lengths can't be negative; got q {lengths_q} and k {lengths_k}.")
+        return cls(
+            lengths_q=tuple(lengths_q),
+            lengths_k=tuple(lengths_k),
+            cu_seqlens_q=cumulative_lengths(lengths_q, device),
+            cu_seqlens_k=cumulative_lengths(lengths_k, device),
+            max_q=max(lengths_q),
+            max_k=max(lengths_k),
+        )
+
+
+def cumulative_lengths(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    """int32 ``[0, l0, l0 + l1, ...]``."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

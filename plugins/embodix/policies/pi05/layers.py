@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transformer of π0.5 on a packed prefix and a dense suffix.
+
+One layer runs the language model's block on the prefix and the action expert's block on the suffix, with one joint
+attention between them (upstream: ``compute_layer_complete``). In the last layer only keys and values of the prefix
+are needed: nothing reads its output.
+
+Shape suffixes: N computed prefix rows, R suffix sequences (samples x flow samples), T action tokens, W width of the
+language model, E width of the action expert, H query heads, G key/value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from embodix.policies.functional import ZeroGradient
+
+
+class PrefixLm(Protocol):
+    """The attention of one step; see ``prefix_lm.py``."""
+
+    def prefix(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, scale: float) -> Tensor: ...
+
+    def suffix(
+        self, q_RHD: Tensor, prefix_kv: tuple[Tensor, Tensor], suffix_kv: tuple[Tensor, Tensor], scale: float
+    ) -> Tensor: ...
+
+
+Rope = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What all layers of one step share: RoPE tables of prefix and suffix rows, the attention, the time condition."""
+
+    prefix_rope: Rope
+    suffix_rope: Rope
+    attention: PrefixLm
+    condition_RE: Tensor
+
+
+def rope_tables(rotary: nn.Module, like: Tensor, positions: Tensor) -> Rope:
+    """cos and sin of upstream's rotary module for packed rows, ``[rows, D]``."""
+    cos, sin = rotary(like, positions[None])
+    return cos[0], sin[0]
+
+
+def suffix_positions(lengths: tuple[int, ...], num_flow: int, num_actions: int, device: torch.device) -> Tensor:
+    """Action tokens count on from their prefix, ``[R * T]``."""
+    starts_R = torch.tensor(lengths, dtype=torch.int64).repeat_interleave(num_flow)
+    return (starts_R[:, None] + torch.arange(num_actions)).flatten().to(device)
+
+
+def language_layers(policy: Any) -> nn.ModuleList:
+    return policy.model.paligemma_with_expert.paligemma.model.language_model.layers
+
+
+def expert_layers(policy: Any) -> nn.ModuleList:
+    return policy.model.paligemma_with_expert.gemma_expert.model.layers
+
+
+def joint_layer(
+    language: nn.Module, expert: nn.Module, prefix_NW: Tensor, suffix_RTE: Tensor, step: StepContext
+) -> tuple[Tensor, Tensor]:
+    """One layer of prefix and suffix."""
+    q_NHD, prefix_kv = _prefix_heads(language, prefix_NW, step.prefix_rope)
+    suffix_RTE = suffix_layer(expert, suffix_RTE, prefix_kv, step)
+    return _prefix_output(language, prefix_NW, q_NHD, prefix_kv, step), suffix_RTE
+
+
+def prefix_layer(language: nn.Module, prefix_NW: Tensor, step: StepContext) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """One layer of the prefix alone: its output, and the keys and values that the suffix will read."""
+    q_NHD, prefix_kv = _prefix_heads(language, prefix_NW, step.prefix_rope)
+    return _prefix_output(language, prefix_NW, q_NHD, prefix_kv, step), prefix_kv
+
+
+def last_layer(
+    language: nn.Module, expert: nn.Module, prefix_NW: Tensor, suffix_RTE: Tensor, step: StepContext
+) -> Tensor:
+    """The last layer: of the prefix only keys and values.
+
+    Upstream's query projection gets a gradient of exact zeros here (its optimizer still decays it), so ours does too.
+    """
+    prefix_kv = last_prefix_kv(language, prefix_NW, step)
+    suffix_RTE = suffix_layer(expert, suffix_RTE, prefix_kv, step)
+    return ZeroGradient.apply(suffix_RTE, *language.self_attn.q_proj.parameters())
+
+
+def last_prefix_kv(language: nn.Module, prefix_NW: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+    """Keys and values of the last layer's prefix."""
+    attention = language.self_attn
+    normed_NW, _ = language.input_layernorm(prefix_NW)
+    k_NGD = _heads(attention.k_proj(normed_NW), attention.head_dim)
+    return rotate(k_NGD, step.prefix_rope), _heads(attention.v_proj(normed_NW), attention.head_dim)
+
+
+def _prefix_heads(language: nn.Module, prefix_NW: Tensor, rope: Rope) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    attention = language.self_attn
+    normed_NW, _ = language.input_layernorm(prefix_NW)
+    q_NHD = _heads(attention.q_proj(normed_NW), attention.head_dim)
+    k_NGD = _heads(attention.k_proj(normed_NW), attention.head_dim)
+    v_NGD = _heads(attention.v_proj(normed_NW), attention.head_dim)
+    return rotate(q_NHD, rope), (rotate(k_NGD, rope), v_NGD)
+
+
+def _prefix_output(
+    language: nn.Module, prefix_NW: Tensor, q_NHD: Tensor, prefix_kv: tuple[Tensor, Tensor], step: StepContext
+) -> Tensor:
+    attention = language.self_attn
+    out_NHD = step.attention.prefix(q_NHD, *prefix_kv, attention.scaling)
+    hidden_NW = prefix_NW + attention.o_proj(_cast_like(out_NHD.flatten(1), attention.o_proj))
+    normed_NW, _ = language.post_attention_layernorm(hidden_NW)
+    return hidden_NW + language.mlp(_cast_for_mlp(normed_NW, language.mlp))
+
+
+def suffix_layer(expert: nn.Module, suffix_RTE: Tensor, prefix_kv: tuple[Tensor, Tensor], step: StepContext) -> Tensor:
+    """One layer of the action expert, reading the prefix's keys and values."""
+    attention = expert.self_attn
+    normed_RTE, gate = expert.input_layernorm(suffix_RTE, cond=step.condition_RE)
+    rows_E = normed_RTE.flatten(0, 1)
+    q_MHD = rotate(_heads(attention.q_proj(rows_E), attention.head_dim), step.suffix_rope)
+    k_MGD = rotate(_heads(attention.k_proj(rows_E), attention.head_dim), step.suffix_rope)
+    v_MGD = _heads(attention.v_proj(rows_E), attention.head_dim)
+    out_MHD = step.attention.suffix(q_MHD, prefix_kv, (k_MGD, v_MGD), attention.scaling)
+    out_RTE = attention.o_proj(_cast_like(out_MHD.flatten(1), attention.o_proj)).view_as(suffix_RTE)
+    hidden_RTE = suffix_RTE + out_RTE * gate
+    normed_RTE, gate = expert.post_attention_layernorm(hidden_RTE, cond=step.condition_RE)
+    return hidden_RTE + expert.mlp(_cast_for_mlp(normed_RTE, expert.mlp)) * gate
+
+
+def rotate(heads_NHD: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding of packed rows, as upstream's ``apply_rotary_pos_emb``."""
+    cos_ND, sin_ND = rope
+    half = heads_NHD.shape[-1] // 2
+    swapped = torch.cat([-heads_NHD[..., half:], heads_NHD[..., :half]], dim=-1)
+    return heads_NHD * cos_ND[:, None] + swapped * sin_ND[:, None]
+
+
+def _heads(rows: Tensor, head_dim: int) -> Tensor:
+    return rows.unflatten(-1, (-1, head_dim))
+
+
+def _cast_like(rows: Tensor, linear: nn.Module) -> Tensor:
+    """Upstream casts the attention output to the dtype of the output projection."""
+    return rows.to(linear.weight.dtype)
+
+
+def _cast_for_mlp(rows: Tensor, mlp: nn.Module) -> Tensor:
+    """Upstream casts to bfloat16 where the MLP is in bfloat16, and not otherwise."""
+    return rows.to(torch.bfloat16) if mlp.up_proj.weight.dtype == torch.bfloat16 else rows

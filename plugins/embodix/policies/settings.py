@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fast path is asked to do, and the contract of the wrapper that installs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+from embodix.attention.backend import AttentionBackend
+from embodix.packing.layout import Packer
+
+VisionTokens = Literal["upstream", "valid"]
+ActionPad = Literal["host", "mask"]
+
+
+@dataclass(frozen=True)
+class FastPathSettings:
+    """One choice a feature; each can be put back to what upstream does.
+
+    Attributes:
+        packer: which rows of the prefix are computed.
+        attention: the variable-length backend, or None for upstream's dense eager attention.
+        vision_tokens: ``valid`` sends real images through the vision tower in one call; ``upstream`` sends every
+            camera slot, blank ones too, one call a slot.
+        action_pad: ``host`` trains padded action steps as upstream does, ``mask`` leaves them out of the loss.
+        flow_samples: noise and time draws an observation, sharing its prefix.
+        reduce_count: mean over ranks of a count, so that a masked loss is normalised globally under DDP.
+        camera_names: image keys of the columns of ``camera_is_pad``; None takes the batch's cameras in the order of
+            ``config.image_features``.
+    """
+
+    packer: Packer
+    attention: AttentionBackend | None
+    vision_tokens: VisionTokens = "valid"
+    action_pad: ActionPad = "host"
+    flow_samples: int = 1
+    reduce_count: Callable[[Tensor], Tensor] | None = None
+    camera_names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _require_choice("vision_tokens", self.vision_tokens, ("upstream", "valid"))
+        _require_choice("action_pad", self.action_pad, ("host", "mask"))
+        if not isinstance(self.flow_samples, int) or self.flow_samples < 1:
+            raise ValueError(f"flow_samples counts draws an observation, 1 at least; got {self.flow_samples!r}.")
+
+    def describe(self) -> dict[str, Any]:
+        """The choices by name, for reports."""
+        return {
+            "packing": self.packer.name,
+            "attention": "upstream" if self.attention is None else self.attention.name,
+            "vision_tokens": self.vision_tokens,
+            "action_pad": self.action_pad,
+            "flow_samples": self.flow_samples,
+        }
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is one of {', '.join(choices)}; got {value!r}.")
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens and images of the last training step.
+
+    Attributes:
+        valid: prefix tokens that exist plus action tokens.
+        computed: prefix rows and action tokens that went through the layers.
+        upstream: what upstream computes for the same batch.
+        images_computed: images that went through the vision tower.
+        images_upstream: what upstream sends through it.
+        action_valid: action steps that exist (all of them where the batch has no ``action_is_pad``).
+        action_total: action steps of the batch, padding included.
+    """
+
+    valid: int
+    computed: int
+    upstream: int
+    images_computed: int
+    images_upstream: int
+    action_valid: int
+    action_total: int
+
+    @property
+    def utilisation(self) -> float:
+        """Share of computed tokens that exist."""
+        return self.valid / self.computed
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Installation(Protocol):
+    """A fast path in place on one policy."""
+
+    token_counts: TokenCounts | None
+
+    def uninstall(self) -> None:
+        """Put upstream's methods back."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What is installed, for reports."""
+        ...
+
+
+class PolicyWrapper(Protocol):
+    """Puts a fast path on instances of one host policy."""
+
+    policy_type: str
+    supported: Mapping[str, str]
+
+    def install(self, policy: nn.Module, settings: FastPathSettings) -> Installation:
+        """Set the fast methods on this instance only.
+
+        Raises:
+            ValueError: another policy type, a host version out of range, or a config the fast path can't honour.
+        """
+        ...
