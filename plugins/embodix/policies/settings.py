@@ -113,6 +113,10 @@ class PolicyWrapper(Protocol):
     policy_type: str
     supported: Mapping[str, str]
 
+    def head_dim(self, policy: nn.Module) -> int:
+        """Channels of one attention head: what a backend's probe is asked about."""
+        ...
+
     def install(self, policy: nn.Module, settings: FastPathSettings) -> Installation:
         """Set the fast methods on this instance only.
 

@@ -66,6 +66,10 @@ class Pi05Wrapper:
         self._require_policy(policy)
         return Pi05Installation(policy, Pi05FastPath(policy, settings))
 
+    def head_dim(self, policy: Any) -> int:
+        """Channels of one attention head, the same in the language model and the action expert."""
+        return int(policy.model.paligemma_with_expert.paligemma.config.text_config.head_dim)
+
     def _require_policy(self, policy: Any) -> None:
         from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 
