@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare trained variants with a baseline: same function? how much faster? against which bound?
+
+Nothing here is averaged away before it is paired: speed ratios and loss differences are taken step by step on the
+same samples, then summarised. Times are means over the steps after warm-up.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from embodix.report.evaluation import Evaluation, PairedSuccess, pair_success
+from embodix.report.runs import Run
+from embodix.report.statistics import Spread, spread_of
+from embodix.report.steps import PHASES, StepRecord
+
+# Settings that say how a step is computed, watched or stored, not what is learned from which samples.
+_HOW_NOT_WHAT = (
+    *("attention", "packing", "vision_tokens", "patches", "plugin", "strict_plugins"),
+    *("compare", "env", "eval", "logging", "output_dir", "resume", "step_clock"),
+    *("policy.compile_mode", "policy.compile_model", "policy.gradient_checkpointing"),
+    *("train.eval_freq", "train.job_name", "train.log_freq", "train.num_workers", "train.output_dir"),
+    *("train.save_checkpoint", "train.save_freq"),
+)
+DATA_WAIT_LIMIT = 0.15  # share of wall-clock time above which the data loader decides the speed
+# Relative loss difference of the first step (same weights, same samples) that rounding alone explains.
+SAME_FUNCTION = {"float32": 1e-6, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class SpeedBound:
+    """What the reduced work allows at most, as a ratio of floating-point operations against upstream.
+
+    Attributes:
+        this_size: FLOP ratio of the model and data that were run.
+        real_size: FLOP ratio of the full-size model on the same prompts and cameras, or None.
+        real_name: the full-size model in words, e.g. ``π0.5 (4.1 B parameters, 224 px)``.
+        basis: how the ratios were computed, one sentence.
+    """
+
+    this_size: float
+    real_size: float | None = None
+    real_name: str = "the full-size model"
+    basis: str = ""
+
+
+@dataclass(frozen=True)
+class VariantSummary:
+    """One variant over its measured steps; times in seconds a step, counts a sample, memory in bytes."""
+
+    name: str
+    num_steps: int
+    num_warmup: int
+    batch_size: float
+    wall_s: dict[str, float]
+    cpu_s: dict[str, float]
+    samples_per_wall_s: float
+    samples_per_cpu_s: float
+    data_wait_share: float
+    final_loss: float
+    packer: str | None
+    attention: str | None
+    patches: list[str]
+    fallbacks: list[str]
+    tokens_valid: float | None
+    tokens_computed: float | None
+    tokens_upstream: float | None
+    images_computed: float | None
+    images_upstream: float | None
+    utilisation: float | None
+    action_pad_share: float | None
+    flops_per_step: float | None
+    peak_memory_bytes: int | None
+    peak_memory_source: str | None
+    num_parameters: int | None
+    evaluation: Evaluation | None
+
+
+@dataclass(frozen=True)
+class PairSummary:
+    """A variant against the baseline, step by step on the same samples.
+
+    Attributes:
+        clock: what the ratios are measured by: ``process CPU time`` or ``wall-clock time`` (on a GPU).
+        step_ratio: baseline time / variant time a sample, whole step.
+        compute_ratio: the same for forward and backward alone, which the FLOP bound speaks of.
+        samples_ratio: samples a second of the variant over the baseline's, by the same clock.
+        first_loss_difference: relative, at the first common step, where the weights are still the same.
+        largest_loss_difference: relative, over all common steps; ``largest_at_step`` says where.
+        same_function: whether the first difference is rounding.
+        algorithm_changes: settings that change what is learned, and so may explain a difference.
+        flop_ratio: baseline / variant of torch's counted FLOPs, or None.
+        bound: the analytic bound, or None.
+    """
+
+    name: str
+    clock: str
+    num_common_steps: int
+    step_ratio: Spread | None
+    compute_ratio: Spread | None
+    samples_ratio: float
+    first_loss_difference: float
+    largest_loss_difference: float
+    largest_at_step: int
+    same_function: bool
+    tolerance: float
+    algorithm_changes: list[str]
+    flop_ratio: float | None
+    bound: SpeedBound | None
+    success: PairedSuccess | None
+
+
+@dataclass(frozen=True)
+class CompareReport:
+    """Everything a reader needs; ``runs`` keeps the raw series for the plots."""
+
+    title: str
+    baseline: str
+    variants: list[VariantSummary]
+    pairs: list[PairSummary]
+    warnings: list[str]
+    config_differences: dict[str, dict[str, Any]]
+    runs: list[Run] = field(repr=False)
+
+    def variant(self, name: str) -> VariantSummary:
+        return next(variant for variant in self.variants if variant.name == name)
+
+
+def compare_runs(
+    runs: Sequence[Run],
+    *,
+    baseline: str | None = None,
+    bounds: Mapping[str, SpeedBound] | None = None,
+    num_warmup: int | None = None,
+    title: str = "Comparison of training variants",
+) -> CompareReport:
+    """Build the report of two or more runs.
+
+    Args:
+        baseline: name of the run that the others are compared with; default: ``upstream``, else the first run with
+            upstream's packing and attention, else the first.
+        bounds: analytic bound by variant name.
+        num_warmup: steps at the start whose time does not count; default: the first tenth, at most five.
+
+    Raises:
+        ValueError: fewer than two runs, a name twice, or a baseline that is not among them.
+    """
+    names = [run.name for run in runs]
+    if len(runs) < 2 or len(set(names)) != len(names):
+        raise ValueError(f"A comparison needs two or more runs with different names; got {', '.join(names) or 'none'}.")
+    baseline = baseline or _default_baseline(runs)
+    if baseline not in names:
+        raise ValueError(f"The baseline must be one of the runs {', '.join(names)}; got {baseline!r}.")
+    base = runs[names.index(baseline)]
+    ordered = [base, *(run for run in runs if run is not base)]
+    variants = [summarise(run, num_warmup) for run in ordered]
+    pairs = [_pair(base, run, (bounds or {}).get(run.name), num_warmup) for run in ordered[1:]]
+    return CompareReport(
+        title=title,
+        baseline=baseline,
+        variants=variants,
+        pairs=pairs,
+        warnings=_warnings(variants, pairs),
+        config_differences=config_differences(ordered),
+        runs=ordered,
+    )
+
+
+def _default_baseline(runs: Sequence[Run]) -> str:
+    unchanged = [run.name for run in runs if run.manifest.packer == "none" and run.manifest.attention == "upstream"]
+    names = [run.name for run in runs]
+    return "upstream" if "upstream" in names else (unchanged or names)[0]
+
+
+def summarise(run: Run, num_warmup: int | None = None) -> VariantSummary:
+    """Means of one run over its timed steps."""
+    measured = timed_steps(run, num_warmup)
+    num_samples = sum(step.num_samples for step in measured)
+    wall_s, cpu_s = _phase_means(measured, "wall_s"), _phase_means(measured, "cpu_s")
+    wall_total, cpu_total = (sum(map(total_time, [getattr(s, k) for s in measured])) for k in ("wall_s", "cpu_s"))
+    manifest = run.manifest
+    return VariantSummary(
+        name=run.name,
+        num_steps=len(run.steps),
+        num_warmup=len(run.steps) - len(measured),
+        batch_size=num_samples / len(measured),
+        wall_s=wall_s,
+        cpu_s=cpu_s,
+        samples_per_wall_s=_divide(num_samples, wall_total),
+        samples_per_cpu_s=_divide(num_samples, cpu_total),
+        data_wait_share=_divide(sum(s.wall_s.get("data_wait", 0.0) for s in measured), wall_total),
+        final_loss=statistics.fmean(step.loss for step in run.steps[-max(1, len(run.steps) // 10) :]),
+        packer=manifest.packer,
+        attention=manifest.attention,
+        patches=manifest.patches,
+        fallbacks=manifest.fallbacks,
+        **_token_means(measured),
+        action_pad_share=_action_pad_share(measured),
+        flops_per_step=manifest.flops_per_step,
+        peak_memory_bytes=manifest.peak_memory_bytes,
+        peak_memory_source=manifest.peak_memory_source,
+        num_parameters=manifest.num_parameters,
+        evaluation=run.evaluation,
+    )
+
+
+def timed_steps(run: Run, num_warmup: int | None = None) -> list[StepRecord]:
+    """The steps whose time counts: without warm-up, and without the step that carried torch's FLOP counter.
+
+    Raises:
+        ValueError: no step is left.
+    """
+    if num_warmup is None:
+        num_warmup = min(5, max(1, len(run.steps) // 10)) if len(run.steps) > 2 else 0
+    counted = (run.manifest.config.get("step_clock") or {}).get("count_flops_at")
+    timed = [step for step in run.steps[num_warmup:] if step.step != counted]
+    if not timed:
+        raise ValueError(
+            f"A comparison needs steps after the {num_warmup} of warm-up; {run.name!r} trained {len(run.steps)}. "
+            "Train more steps or lower num_warmup_steps."
+        )
+    return timed
+
+
+def total_time(times: Mapping[str, float]) -> float:
+    return sum(times.values())
+
+
+def relative_difference(loss: float, reference: float) -> float:
+    """|loss - reference| / |reference|; 0 where both are equal, infinite where only one is finite."""
+    if loss == reference or (math.isnan(loss) and math.isnan(reference)):
+        return 0.0
+    if not (math.isfinite(loss) and math.isfinite(reference)) or reference == 0:
+        return math.inf
+    return abs(loss - reference) / abs(reference)
+
+
+def common_steps(base: Run, run: Run) -> list[tuple[StepRecord, StepRecord]]:
+    """Records of both runs for every step that both trained.
+
+    Raises:
+        ValueError: no step in common.
+    """
+    by_step = {step.step: step for step in run.steps}
+    paired = [(step, by_step[step.step]) for step in base.steps if step.step in by_step]
+    if not paired:
+        raise ValueError(
+            f"Runs are compared step by step; {base.name!r} and {run.name!r} have no step number in common. "
+            "Train both from the same step."
+        )
+    return paired
+
+
+def step_ratios(
+    base: Run, run: Run, clock: str, phases: Sequence[str] = PHASES, num_warmup: int | None = None
+) -> list[float]:
+    """Baseline time / variant time a sample, of every timed step; ``clock``: cpu_s or wall_s."""
+    timed = {step.step for step in timed_steps(base, num_warmup)} & {step.step for step in timed_steps(run, num_warmup)}
+    ratios = []
+    for pair in common_steps(base, run):
+        times = [sum(getattr(step, clock).get(phase, 0.0) for phase in phases) / step.num_samples for step in pair]
+        if pair[0].step in timed and min(times) > 0:
+            ratios.append(times[0] / times[1])
+    return ratios
+
+
+def clock_of(run: Run) -> str:
+    """``cpu_s`` for a run on the CPU; ``wall_s`` on a GPU, whose work process CPU time does not see."""
+    device = str((run.manifest.config.get("policy") or {}).get("device") or "cpu")
+    return "cpu_s" if device.startswith("cpu") else "wall_s"
+
+
+def config_differences(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Dotted configuration keys whose value differs between runs -> value by run name."""
+    flat = {run.name: _flatten(run.manifest.config) for run in runs}
+    keys = sorted({key for values in flat.values() for key in values})
+    return {
+        key: {name: values.get(key) for name, values in flat.items()}
+        for key in keys
+        if not key.endswith(("output_dir", "job_name")) and len({repr(v.get(key)) for v in flat.values()}) > 1
+    }
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None) -> PairSummary:
+    paired = common_steps(base, run)
+    differences = [(relative_difference(second.loss, first.loss), first.step) for first, second in paired]
+    largest, largest_at = max(differences, key=lambda item: item[0])
+    clock = clock_of(run)
+    compute = step_ratios(base, run, clock, ("forward", "backward"), num_warmup)
+    whole = step_ratios(base, run, clock, PHASES, num_warmup)
+    tolerance = SAME_FUNCTION.get(str((run.manifest.config.get("policy") or {}).get("dtype")), SAME_FUNCTION["float32"])
+    counted = base.manifest.flops_per_step, run.manifest.flops_per_step
+    speeds = [_samples_per_second(item, clock, num_warmup) for item in (run, base)]
+    return PairSummary(
+        name=run.name,
+        clock="process CPU time" if clock == "cpu_s" else "wall-clock time",
+        num_common_steps=len(paired),
+        step_ratio=spread_of(whole) if whole else None,
+        compute_ratio=spread_of(compute) if compute else None,
+        samples_ratio=_divide(*speeds),
+        first_loss_difference=differences[0][0],
+        largest_loss_difference=largest,
+        largest_at_step=largest_at,
+        same_function=differences[0][0] <= tolerance,
+        tolerance=tolerance,
+        algorithm_changes=_algorithm_changes(base, run),
+        flop_ratio=counted[0] / counted[1] if counted[0] and counted[1] else None,
+        bound=bound,
+        success=pair_success(base.evaluation, run.evaluation) if base.evaluation and run.evaluation else None,
+    )
+
+
+def _algorithm_changes(base: Run, run: Run) -> list[str]:
+    """Settings that differ from the baseline and change what is optimised, or on which samples."""
+    return [
+        f"{key} is {values[run.name]} instead of {values[base.name]}"
+        for key, values in config_differences([base, run]).items()
+        if not any(key == setting or key.startswith(f"{setting}.") for setting in _HOW_NOT_WHAT)
+    ]
+
+
+def _warnings(variants: Sequence[VariantSummary], pairs: Sequence[PairSummary]) -> list[str]:
+    found = [
+        f"{variant.name} waits for data during {100 * variant.data_wait_share:.0f} % of its wall-clock time; above "
+        f"{100 * DATA_WAIT_LIMIT:.0f} % the data loader decides the speed. Raise num_workers or store smaller images."
+        for variant in variants
+        if variant.data_wait_share > DATA_WAIT_LIMIT
+    ]
+    found += [
+        f"{variant.name} has diverged: its last losses are not finite. Lower the learning rate."
+        for variant in variants
+        if not math.isfinite(variant.final_loss)
+    ]
+    found += [f"{variant.name}: {fallback}" for variant in variants for fallback in variant.fallbacks]
+    for pair in pairs:
+        if not pair.same_function:
+            cause = "; ".join(pair.algorithm_changes) or "no setting that changes the algorithm explains it"
+            found.append(
+                f"{pair.name} does not compute the baseline's loss: it differs by {pair.first_loss_difference:.2g} at "
+                f"the first step ({cause})."
+            )
+    return found
+
+
+def _phase_means(steps: Sequence[StepRecord], clock: str) -> dict[str, float]:
+    return {phase: statistics.fmean(getattr(step, clock).get(phase, 0.0) for step in steps) for phase in PHASES}
+
+
+def _samples_per_second(run: Run, clock: str, num_warmup: int | None) -> float:
+    measured = timed_steps(run, num_warmup)
+    return _divide(
+        sum(step.num_samples for step in measured), sum(total_time(getattr(step, clock)) for step in measured)
+    )
+
+
+def _token_means(steps: Sequence[StepRecord]) -> dict[str, float | None]:
+    """Token and image counts a sample, and the share of computed tokens that carry input."""
+    names = ("valid", "computed", "upstream", "images_computed", "images_upstream")
+    keys = ("tokens_valid", "tokens_computed", "tokens_upstream", "images_computed", "images_upstream")
+    counted = [step for step in steps if step.tokens is not None]
+    if not counted:
+        return dict.fromkeys((*keys, "utilisation"))
+    num_samples = sum(step.num_samples for step in counted)
+    sums = {name: sum(getattr(step.tokens, name) for step in counted) for name in names}
+    means: dict[str, float | None] = {key: sums[name] / num_samples for key, name in zip(keys, names, strict=True)}
+    return {**means, "utilisation": _divide(sums["valid"], sums["computed"])}
+
+
+def _action_pad_share(steps: Sequence[StepRecord]) -> float | None:
+    valid = [step.action_valid for step in steps if step.action_valid is not None and step.action_total is not None]
+    total = [step.action_total for step in steps if step.action_valid is not None and step.action_total is not None]
+    return 1 - sum(valid) / sum(total) if total else None
+
+
+def _divide(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan

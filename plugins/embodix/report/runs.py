@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read run folders: what `lerobot train` leaves behind, and the variants of a comparison or sweep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from embodix.report.evaluation import Evaluation, read_evaluation
+from embodix.report.manifest import Manifest, load_manifest
+from embodix.report.steps import StepRecord, read_steps
+
+VARIANTS_FOLDER = "variants"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trained variant: its name in the report, folder, manifest, steps and (if evaluated) success."""
+
+    name: str
+    folder: Path
+    manifest: Manifest
+    steps: list[StepRecord]
+    evaluation: Evaluation | None
+
+
+def read_run(folder: Path | str, name: str | None = None) -> Run:
+    """Read one run folder (``manifest.json``, ``steps.jsonl``, optionally ``evaluation.json``).
+
+    Args:
+        name: the variant's name in the report; default: the manifest's.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing or damaged; the message names it.
+    """
+    folder = Path(folder)
+    manifest = load_manifest(folder / "manifest.json")
+    steps = read_steps(folder / "steps.jsonl")
+    if not steps:
+        raise ValueError(f"{folder / 'steps.jsonl'} must hold at least one step; got none. Train the run first.")
+    return Run(name or manifest.variant, folder, manifest, steps, read_evaluation(folder / "evaluation.json"))
+
+
+def read_variants(folder: Path | str) -> list[Run]:
+    """Read every run of a comparison folder (``<folder>/variants/<name>``), in the order they were made.
+
+    Raises:
+        FileNotFoundError: no such runs.
+    """
+    runs_folder = Path(folder) / VARIANTS_FOLDER
+    found = [read_run(path.parent, path.parent.name) for path in runs_folder.glob("*/manifest.json")]
+    if not found:
+        raise FileNotFoundError(
+            f"A comparison needs run folders in {runs_folder}/<variant>/; got none. "
+            "Run `lerobot compare`, which trains the variants and writes them there."
+        )
+    return sorted(found, key=lambda run: (run.manifest.created_at, run.name))

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison in the terminal: one rich table and a line of verdict for every variant."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from embodix.report import wording
+from embodix.report.compare import CompareReport, VariantSummary
+from embodix.report.steps import PHASES
+
+_SHORT_LIST = ("speed ratio", "FLOP bound", "samples/s, wall clock", "final loss", "largest loss difference", "success")
+
+
+def print_comparison(report: CompareReport, console: Console | None = None) -> None:
+    """Print the table, the verdicts and whatever the reader must mind."""
+    console = console or Console()
+    console.print(comparison_table(report))
+    for pair in report.pairs:
+        console.print(wording.verdict_line(report, pair), highlight=False)
+    for warning in report.warnings:
+        console.print(f"[yellow]Mind:[/] {warning}", highlight=False)
+
+
+def comparison_table(report: CompareReport) -> Table:
+    """Figures down and variants across; the other way round, and fewer figures, for more than three variants."""
+    rows = [row for row in _rows(report) if row[0] is None or any(row[1])]
+    if len(report.variants) > 3:
+        return _wide_table(report, [(label, cells) for label, cells in rows if label in _SHORT_LIST])
+    table = Table(title=report.title, title_justify="left")
+    table.add_column("")
+    for variant in report.variants:
+        table.add_column(variant.name, justify="right")
+    for label, cells in rows:
+        if label is None:
+            table.add_section()
+        else:
+            table.add_row(label, *cells)
+    return table
+
+
+def _wide_table(report: CompareReport, columns: list[tuple[str | None, list[str]]]) -> Table:
+    table = Table(title=report.title, title_justify="left")
+    table.add_column("variant", overflow="fold")
+    for label, _ in columns:
+        table.add_column(label or "", justify="right")
+    for index, variant in enumerate(report.variants):
+        table.add_row(variant.name, *(cells[index] for _, cells in columns))
+    return table
+
+
+def _rows(report: CompareReport) -> list[tuple[str | None, list[str]]]:
+    pairs = {pair.name: pair for pair in report.pairs}
+
+    def row(label: str, cell: object) -> tuple[str | None, list[str]]:
+        return label, [str(cell(variant)) for variant in report.variants]  # type: ignore[operator]
+
+    def speed(variant: VariantSummary) -> str:
+        pair = pairs.get(variant.name)
+        if pair is None:
+            return "baseline"
+        if pair.step_ratio is None:
+            return "not measured"
+        spread = pair.step_ratio
+        return f"{wording.ratio(spread.median)} [{spread.low:.2f}, {spread.high:.2f}]"
+
+    def bound(variant: VariantSummary) -> str:
+        pair = pairs.get(variant.name)
+        if pair is None or pair.bound is None:
+            return ""
+        real = pair.bound.real_size
+        return wording.ratio(pair.bound.this_size) + (f" (real size {wording.ratio(real)})" if real else "")
+
+    clock = "cpu_s" if report.pairs[0].clock.startswith("process") else "wall_s"
+    separator: tuple[str | None, list[str]] = (None, [])
+    rows = [
+        row("packing", lambda v: v.packer or ""),
+        row("attention", lambda v: v.attention or ""),
+        separator,
+        row("speed ratio", speed),
+        row("FLOP bound", bound),
+        row("samples/s, wall clock", lambda v: f"{v.samples_per_wall_s:.3g}"),
+        separator,
+        *(row(f"{wording.PHASE_NAMES[p]}, ms", lambda v, p=p: f"{1000 * getattr(v, clock)[p]:.1f}") for p in PHASES),
+        separator,
+        row("token utilisation", lambda v: wording.percent(v.utilisation)),
+        row("FLOPs a step", lambda v: wording.quantity(v.flops_per_step)),
+        row("peak memory", lambda v: wording.memory(v.peak_memory_bytes)),
+        row("action padding", lambda v: wording.percent(v.action_pad_share)),
+        separator,
+        row("final loss", lambda v: f"{v.final_loss:.5g}"),
+        row(
+            "largest loss difference",
+            lambda v: wording.difference(pairs[v.name].largest_loss_difference) if v.name in pairs else "",
+        ),
+    ]
+    if any(variant.evaluation for variant in report.variants):
+        rows.append(row("success", lambda v: wording.success_words(v.evaluation.success) if v.evaluation else ""))
+        for control in dict.fromkeys(c for v in report.variants if v.evaluation for c in v.evaluation.controls):
+            rows.append(row(f"  {control.replace('_', '-')} control", lambda v, c=control: _control(v, c)))
+    return rows
+
+
+def _control(variant: VariantSummary, name: str) -> str:
+    controls = variant.evaluation.controls if variant.evaluation else {}
+    return wording.success_words(controls[name]) if name in controls else ""
