@@ -142,11 +142,21 @@ def patched(patches: Mapping[str, Mapping[str, Any] | None]) -> Iterator[None]:
 
 
 def replace_attribute(owner: Any, attribute: str, replacement: Any) -> Callable[[], None]:
-    """Set ``owner.attribute`` and return the function that restores it."""
-    original = getattr(owner, attribute)
+    """Set ``owner.attribute`` and return the function that restores it.
+
+    The restored attribute is the descriptor itself (a class method stays one), and what ``owner`` had inherited
+    is inherited again.
+    """
+    if not hasattr(owner, attribute):
+        raise PatchError(f"{owner!r} has no attribute {attribute!r} to replace; the host has changed.")
+    inherited = attribute not in vars(owner)
+    original = None if inherited else vars(owner)[attribute]
     setattr(owner, attribute, replacement)
 
     def undo() -> None:
-        setattr(owner, attribute, original)
+        if inherited:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, original)
 
     return undo

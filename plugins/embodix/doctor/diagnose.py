@@ -14,7 +14,7 @@ from embodix.plugins import PluginRegistry
 def diagnose(registry: PluginRegistry, config: DictConfig | None = None) -> Diagnosis:
     """Examine this installation; with a config, also list in ``needs`` what that config lacks.
 
-    Attention backends are probed for the config's device, dtype and head size; without a config, for this
+    Attention backends are tried on the config's device, dtype and head size; without a config, for this
     machine's default device.
     """
     target = default_target() if config is None else attention_target(config)

@@ -108,7 +108,7 @@ def find_plugins(registry: PluginRegistry) -> list[PluginFinding]:
 
 
 def find_implementations(registry: PluginRegistry, target: AttentionTarget) -> list[ImplementationFinding]:
-    """Every registration of every plugin, imported; attention backends are probed for ``target`` too."""
+    """Every registration of every plugin, imported; attention backends are tried on ``target`` too."""
     findings = []
     for kind, registrations in registry.implementations.items():
         for name, registration in registrations.items():
@@ -123,12 +123,12 @@ def find_implementations(registry: PluginRegistry, target: AttentionTarget) -> l
 def implementation_problem(registry: PluginRegistry, kind: str, name: str, target: AttentionTarget) -> str | None:
     """Why an implementation can't be used, or None.
 
-    Attention backends are probed, policy wrappers asked for the host versions that they support.
+    Attention backends are probed and checked against fp32; policy wrappers name the host versions they support.
     """
     try:
         implementation = registry.resolve(kind, name)
         if kind == "attention_backends":
-            reason = target.probe(implementation())
+            reason = target.problem_of(implementation())
             return reason and f"can't run on {target}: {reason}"
         if kind == "policy_wrappers":
             problems = (version_problem(host, wanted) for host, wanted in implementation.supported.items())

@@ -47,12 +47,13 @@ class AttentionTarget:
     dtype: str
     head_dim: int = 256
 
-    def probe(self, backend: Any) -> str | None:
-        """The backend's own answer: the reason it can't run here, or None."""
+    def problem_of(self, backend: Any) -> str | None:
+        """Why the backend can't run here (its probe's reason, or a self-check that disagrees), or None."""
         import torch
 
-        reason: str | None = backend.probe(torch.device(self.device), getattr(torch, self.dtype), self.head_dim)
-        return reason
+        from embodix.attention.select import backend_problem
+
+        return backend_problem(backend, torch.device(self.device), getattr(torch, self.dtype), self.head_dim)
 
     def __str__(self) -> str:
         return f"{self.device}, {self.dtype}, head_dim {self.head_dim}"
