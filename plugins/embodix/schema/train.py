@@ -87,7 +87,6 @@ class CompareSettings:
 
     Attributes:
         variants: name -> overrides that make the variant; the first is the reference of every ratio.
-        num_warmup_steps: steps at the start that are left out of timing.
         measure_memory: also run two steps of each variant in a process of its own and read its peak memory.
         evaluate: roll the trained policies out when ``env`` is set.
         controls: with the evaluation, also run the blind and the blank-image control.
@@ -95,7 +94,6 @@ class CompareSettings:
     """
 
     variants: dict[str, list[str]] = field(default_factory=dict)
-    num_warmup_steps: int = 3
     measure_memory: bool = True
     evaluate: bool = True
     controls: bool = True

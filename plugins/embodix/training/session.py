@@ -82,7 +82,7 @@ class TrainingSession:
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
         self._num_samples = 0
-        self._loss = self._grad_norm = float("nan")
+        self._loss = self._grad_norm = self._lr = float("nan")
 
     @property
     def output_dir(self) -> Path:
@@ -125,6 +125,7 @@ class TrainingSession:
 
     def gradients_clipped(self, grad_norm: Any) -> None:
         self._grad_norm = float(grad_norm)
+        self._lr = float(self.optimizer.param_groups[0]["lr"])  # the one this step uses; the schedule steps after it
 
     def step_ended(self) -> None:
         if not self.clock.running:
@@ -183,7 +184,7 @@ class TrainingSession:
             step=self._step,
             loss=self._loss,
             grad_norm=self._grad_norm,
-            lr=float(self.optimizer.param_groups[0]["lr"]),
+            lr=self._lr,
             num_samples=self._num_samples,
             wall_s=dict(self.clock.wall_s),
             cpu_s=dict(self.clock.cpu_s),

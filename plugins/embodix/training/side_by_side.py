@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def compose_variants(settings: DictConfig, overrides: list[str], output_dir: Pat
         cfg = compose_train([*common, *own, "step_clock.synchronize=true"])
         cfg.train.output_dir = str(output_dir / "variants" / str(name))
         cfg.train.eval_freq = 0  # evaluated once, after training, on the same seeds
-        cfg.step_clock.count_flops_at = settings.num_warmup_steps if settings.num_warmup_steps > 0 else None
+        cfg.step_clock.count_flops_at = 1  # a warm-up step, which no time is taken from
         variants.append(Variant(str(name), [*common, *own], cfg))
     if len(variants) < 2:
         raise ValueError(f"compare.variants needs at least two variants; got {[v.name for v in variants]}.")
@@ -99,12 +98,10 @@ def train_side_by_side(variants: list[Variant]) -> list[TrainingSession]:
     with _progress(variants) as on_step:
         sessions = [_session(variant, on_step(variant.name)) for variant in variants]
         loops = [_loop(session) for session in sessions]
-        restore_tqdm = replace_attribute(lerobot_train, "tqdm", _QuietProgress)
-        try:
+        with ExitStack() as stack:  # several loops share one terminal: one display, and logs to Hydra's file only
+            stack.callback(replace_attribute(lerobot_train, "tqdm", _QuietProgress))
+            stack.callback(replace_attribute(lerobot_train, "init_logging", _keep_logging))
             run_in_turns(loops)
-        finally:
-            restore_tqdm()
-            logging.getLogger().setLevel(logging.WARNING)
     return sessions
 
 
@@ -136,8 +133,12 @@ def _loop(session: TrainingSession) -> Callable[[Callable[[], None]], None]:
     return loop
 
 
+def _keep_logging(**kwargs: Any) -> None:
+    """Stands in for upstream's set-up of the root logger: Hydra's is kept."""
+
+
 class _QuietProgress:
-    """Stands in for upstream's tqdm while several loops share one terminal."""
+    """Stands in for upstream's tqdm."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
