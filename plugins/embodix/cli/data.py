@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lerobot data <source>``: record demonstrations from a simulator into a LeRobotDataset."""
+
+from __future__ import annotations
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from embodix import plugins
+from embodix.cli.hydra_app import run_hydra_app
+
+
+def data_task(cfg: DictConfig) -> None:
+    """Record with the registered data source that the config names."""
+    fields = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(fields, dict)
+    source = str(fields.pop("source"))
+    record = plugins.resolve("data_sources", source)
+    record(instantiate(fields, _convert_="all"))
+
+
+def run(argv: list[str]) -> int:
+    """The first word may name the source: ``metaworld`` is ``data=metaworld``."""
+    if argv and not argv[0].startswith("-") and "=" not in argv[0]:
+        argv = [f"data={argv[0]}", *argv[1:]]
+    return run_hydra_app("data", data_task, argv)
