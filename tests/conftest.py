@@ -95,3 +95,21 @@ def editable_environment(new_environment: Callable[[str], LayeredEnvironment]) -
     environment = new_environment("editable")
     environment.install("--editable", REPOSITORY)
     return environment
+
+
+@pytest.fixture(scope="session")
+def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Root of a small recording made by the real recorder: two tasks of two episodes, two cameras of 28 pixels."""
+    from embodix.data.metaworld import record_metaworld
+    from embodix.schema.data import RecordSettings
+
+    settings = RecordSettings(
+        root=str(tmp_path_factory.mktemp("demonstrations") / "dataset"),
+        tasks=("reach-v3", "button-press-topdown-v3"),
+        episodes_per_task=2,
+        image_size=28,
+        drift_fraction=0.0,
+        num_workers=1,
+        progress=False,
+    )
+    return record_metaworld(settings).root
