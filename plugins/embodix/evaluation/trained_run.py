@@ -51,13 +51,12 @@ def evaluate_trained_run(
     checkpoint = run_dir / CHECKPOINTS_DIR / LAST_CHECKPOINT_LINK / PRETRAINED_MODEL_DIR
     if not checkpoint.is_dir():
         raise ValueError(f"{run_dir} has no checkpoint to take the processors from; train with save_checkpoint=true.")
-    processors = make_pre_post_processors(policy.config, pretrained_path=str(checkpoint))
+    preprocessor, postprocessor = make_pre_post_processors(policy.config, pretrained_path=str(checkpoint))
     episodes: Any = vars(plan)
-    results = {"policy": evaluate_policy(policy, *processors, env, **episodes)}
+    results = {"policy": evaluate_policy(policy, preprocessor, postprocessor, env, **episodes)}
     if dataset_root is not None:
-        control = {"num_episodes": plan.num_episodes, "start_seed": plan.start_seed}
-        results["blind"] = blind_control(dataset_root, env, **control)
-        results["blank_image"] = blank_image_control(policy, *processors, env, **episodes)
+        results["blind"] = blind_control(dataset_root, env, num_episodes=plan.num_episodes, start_seed=plan.start_seed)
+        results["blank_image"] = blank_image_control(policy, preprocessor, postprocessor, env, **episodes)
     _write(run_dir / EVALUATION_FILE, results)
     return results
 
