@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor names each fault that stops the given config, and only those."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+
+import pytest
+import torch
+
+from embodix.cli import doctor
+from embodix.doctor import diagnose as diagnose_module
+from embodix.doctor import machine
+from embodix.doctor.findings import find_implementations, find_patches, find_versions
+from embodix.doctor.machine import AttentionTarget, MachineFinding, rendering_problem
+from embodix.patching import patch_names
+from embodix.plugins import PluginError, PluginRegistry, load_plugins, registry
+
+HEALTHY_MACHINE = MachineFinding(
+    python="3.12", system="Linux", cpu="a CPU", num_cores=2, memory_gib=8.0, rendering={"egl": None, "osmesa": "absent"}
+)
+
+
+@pytest.fixture
+def a_machine(monkeypatch):
+    """Lets a test say what machine the doctor sees."""
+
+    def see(**changes):
+        finding = MachineFinding(**(vars(HEALTHY_MACHINE) | changes))
+        monkeypatch.setattr(diagnose_module, "inspect_machine", lambda: finding)
+
+    see()
+    return see
+
+
+def _needs(capsys, *overrides: str) -> list[str]:
+    code = doctor.run([*overrides, "--json"])
+    needs = json.loads(capsys.readouterr().out)["needs"]
+    assert code == bool(needs)
+    return needs
+
+
+def test_a_healthy_config_needs_nothing(a_machine, capsys):
+    assert _needs(capsys, "policy=pi05_small", "+plugin=embodix") == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the backend may run here")
+def test_a_backend_that_cannot_run_is_named_with_its_reason(a_machine, capsys):
+    (need,) = _needs(capsys, "policy=pi05_small", "attention=flash_attn_2")
+    assert "attention_backends 'flash_attn_2': can't run on cpu" in need and "needs a CUDA device" in need
+
+
+def test_a_backend_that_no_plugin_registers_is_named_with_the_nearest(a_machine, capsys):
+    (need,) = _needs(capsys, "policy=pi05_small", "attention.name=segment_gem")
+    assert "Did you mean 'segment_gemm'?" in need
+
+
+def test_auto_without_a_single_backend_gives_every_reason(a_machine, capsys, monkeypatch):
+    monkeypatch.setattr(AttentionTarget, "problem_of", lambda self, backend: f"{backend.name} has no kernel")
+    (need,) = _needs(capsys, "policy=pi05_small", "attention=auto")
+    assert "choose attention=upstream" in need
+    assert "segment_gemm has no kernel" in need and "flex has no kernel" in need
+
+
+def test_a_misspelt_override_is_a_fault_and_the_rest_is_still_shown(a_machine, capsys):
+    assert doctor.run(["packing=paddingfree", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert "padding_free" in found["needs"][0]
+    assert found["implementations"] and found["patches"]
+
+
+def test_a_host_out_of_range_says_wanted_found_and_what_to_do(a_machine, capsys, monkeypatch):
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0" if name == "lerobot" else real(name))
+    needs = _needs(capsys, "policy=pi05_small")
+    assert any("wanted lerobot==0.5.1, found 0.6.0; install it: pip install 'lerobot==0.5.1'" in n for n in needs)
+    assert any(n.startswith("patch ") for n in needs), "patches hold for a range of lerobot too"
+
+
+def test_a_patch_that_does_not_exist_is_named(a_machine, capsys):
+    (need,) = _needs(capsys, "policy=pi05_small", "+patches.mend_everything={}")
+    assert "No patch is called 'mend_everything'" in need
+
+
+def test_a_wrapper_is_asked_for_only_when_something_is_wrapped(a_machine, capsys):
+    overrides = ["policy=pi05_small", "policy.type=act"]
+    assert _needs(capsys, *overrides) == []
+    (need,) = _needs(capsys, *overrides, "packing=padding_free")
+    assert "policy_wrappers 'act'" in need and "known: pi05" in need
+
+
+def test_cuda_without_a_gpu_is_a_fault(a_machine, capsys):
+    a_machine(gpu_problem="torch sees no CUDA device")
+    needs = _needs(capsys, "policy=pi05_small", "policy.device=cuda")
+    assert any("policy.device=cuda cannot be used: torch sees no CUDA device" in need for need in needs)
+
+
+def test_an_env_needs_one_backend_that_renders(a_machine, capsys):
+    overrides = ["policy=pi05_small", "+env={type: somewhere}"]
+    assert _needs(capsys, *overrides) == []
+    a_machine(rendering={"egl": "no driver", "osmesa": "no library"})
+    (need,) = _needs(capsys, *overrides)
+    assert "egl: no driver; osmesa: no library" in need
+
+
+def test_a_duplicate_registration_is_an_error(capsys, monkeypatch):
+    def fail() -> PluginRegistry:
+        raise PluginError("packer 'same' is registered by both 'one' and 'two'")
+
+    monkeypatch.setattr(doctor, "load_plugins", fail)
+    assert doctor.run([]) == 1
+    assert "registered by both 'one' and 'two'" in capsys.readouterr().err
+
+
+def test_people_see_every_part(a_machine, capsys):
+    assert doctor.run(["policy=pi05_small"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("builtin", "padding_free", "lerobot_atomic_checkpoint", "transformers", "a CPU", "osmesa"):
+        assert part in shown
+    assert "Everything that policy=pi05_small needs is here." in shown
+
+
+def test_a_target_that_fails_to_import_is_reported_not_raised(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "heavy_dependent.py").write_text(
+        "from embodix import Registration, hookimpl\n@hookimpl\ndef register_attention_backends():\n"
+        "    return [Registration('heavy', 'needs_a_missing_library:Backend', 'a backend')]\n"
+    )
+    (tmp_path / "needs_a_missing_library.py").write_text("import a_missing_library\n")
+    point = importlib.metadata.EntryPoint("heavy_dependent", "heavy_dependent", "embodix")
+    (found,) = find_implementations(load_plugins([point]), AttentionTarget("cpu", "float32"))
+    assert found.problem == "cannot import: No module named 'a_missing_library'"
+
+
+def test_a_backend_that_computes_the_wrong_numbers_is_reported(monkeypatch):
+    backend = registry().resolve("attention_backends", "segment_gemm")
+    monkeypatch.setattr(
+        backend, "__call__", lambda self, q_NHD, k, v, segments, **options: q_NHD + 0 * k.sum() * v.sum()
+    )
+    problem = AttentionTarget("cpu", "float32", 16).problem_of(backend())
+    assert problem is not None and "self-check is off" in problem
+
+
+def test_every_patch_is_listed_and_fits():
+    found = find_patches()
+    assert [patch.name for patch in found] == patch_names()
+    assert [patch.problem for patch in found] == [None] * len(found)
+    assert all(patch.requires and patch.target for patch in found)
+
+
+def test_ranges_come_from_the_metadata_of_embodix_and_lerobot():
+    versions = {version.distribution: version for version in find_versions()}
+    assert versions["lerobot"].wanted == "==0.5.1" and versions["lerobot"].required
+    assert versions["transformers"].wanted and versions["transformers"].required
+    assert versions["flash-attn"].wanted and not versions["flash-attn"].required
+    assert all(version.problem is None for version in versions.values() if version.found)
+
+
+def test_rendering_is_tried_for_real():
+    assert "no_such_backend" in (rendering_problem("no_such_backend") or "")
+
+
+def test_this_machine_is_described():
+    found = machine.inspect_machine()
+    assert found.num_cores >= 1 and found.memory_gib > 0 and found.cpu
+    assert bool(found.gpus) != bool(found.gpu_problem)
+    assert set(found.rendering) == set(machine.RENDERING_BACKENDS)
