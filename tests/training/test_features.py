@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config selects exactly the features it names, and refuses names that nobody registered."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from embodix.cli.hydra_app import compose
+from embodix.plugins import PluginError
+from embodix.training.features import FeatureSelection, select_features
+
+
+def selected(*overrides: str) -> FeatureSelection:
+    return select_features(compose("train", ["train.output_dir=x", *overrides]))
+
+
+def test_the_base_config_is_upstream_everywhere() -> None:
+    assert selected().is_upstream
+    assert selected("+plugin=none").is_upstream
+
+
+def test_the_plugin_selects_every_exact_fast_path() -> None:
+    selection = selected("+plugin=embodix")
+    assert (selection.packing.name, selection.attention.name) == ("padding_free", "auto")
+    assert (selection.vision_tokens, selection.action_pad, selection.flow_samples) == ("valid", "host", 1)
+
+
+@pytest.mark.parametrize("order", itertools.permutations(["+plugin=embodix", "attention=upstream"]))
+def test_one_group_can_be_put_back_in_either_order(order: tuple[str, ...]) -> None:
+    selection = selected(*order)
+    assert (selection.packing.name, selection.attention.name) == ("padding_free", "upstream")
+    assert not selection.is_upstream
+
+
+@pytest.mark.parametrize("group", ["action_pad=mask", "flow_samples=2", "vision_tokens=valid", "packing=padding_free"])
+def test_a_single_group_is_no_longer_upstream(group: str) -> None:
+    assert not selected(group).is_upstream
+
+
+def test_an_unregistered_name_lists_what_exists() -> None:
+    with pytest.raises(PluginError, match=r"No packer is called 'padding_fre'.*padding_free.*Did you mean"):
+        selected("packing.name=padding_fre")
+    with pytest.raises(PluginError, match="segment_gemm"):
+        selected("attention.name=segment_gem")
+
+
+def test_choices_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="flow_samples must be at least 1; got 0"):
+        selected("flow_samples=0")
+    with pytest.raises(ValueError, match="action_pad must be one of host, mask; got 'drop'"):
+        selected("action_pad.name=drop")
