@@ -39,7 +39,7 @@ _VARIABLES = {
     **{colour: f"--phase-{index}" for index, colour in enumerate(_PHASES)},
     **{colour: f"--token-{index}" for index, colour in enumerate(_TOKENS)},
 }
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.5,
