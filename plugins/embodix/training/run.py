@@ -62,12 +62,42 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
     checkpoint = find_checkpoint(cfg.resume)
     recorded = checkpoint.overrides() or []
     added = [override for override in overrides if not override.startswith("resume=")]
+    _require_resumable(checkpoint, recorded, added)
     merged = merge_overrides(recorded, added)
     cfg = compose_train(merged)
     require_landed_groups(cfg)
     host_cfg = host_config_of_checkpoint(checkpoint.config_path, added)
     host_cfg.output_dir = checkpoint.folder.parent.parent
     return _run(cfg, host_cfg, merged, checkpoint)
+
+
+def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[str]) -> None:
+    """A resumed run keeps the checkpoint's policy, optimizer, schedule and simulator; asking for others is refused.
+
+    Raises:
+        ValueError: another policy type, or a group that would silently change nothing.
+    """
+    names = {override.lstrip("+").partition("=")[0] for override in added}
+    if names & {"policy", "policy.type"}:
+        asked = OmegaConf.to_container(compose_train(added).policy)
+        assert isinstance(asked, dict)
+        if asked["type"] not in ("???", checkpoint.policy_type()):
+            raise ValueError(
+                f"resume={checkpoint.folder} holds a policy of type {checkpoint.policy_type()!r}, but this command "
+                f"asks for {asked['type']!r}. Leave the policy out when resuming, or resume another checkpoint."
+            )
+    fixed = [override for override in added if _is_fixed_on_resume(override) and override not in recorded]
+    if fixed:
+        raise ValueError(
+            f"{', '.join(fixed)} cannot be chosen when resuming: the checkpoint's own is kept. Change single fields "
+            "(optimizer.lr=..., env.task=...), or start another run from the weights with policy.pretrained_path="
+            f"{checkpoint.config_path.parent}."
+        )
+
+
+def _is_fixed_on_resume(override: str) -> bool:
+    key, _, value = override.lstrip("+").partition("=")
+    return key in ("optimizer", "scheduler", "env", "peft", "rename_map") or (key, value) == ("logging", "wandb")
 
 
 def compose_train(overrides: list[str]) -> DictConfig:
