@@ -68,6 +68,10 @@ def require_packed(q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, segments: Segmen
             "Packed attention takes q [N, H, D] and k, v [M, G, D]; "
             f"got {tuple(q_NHD.shape)}, {tuple(k_MGD.shape)}, {tuple(v_MGD.shape)}."
         )
+    if not q_NHD.dtype == k_MGD.dtype == v_MGD.dtype:
+        raise ValueError(
+            f"q, k and v need one dtype; got {q_NHD.dtype}, {k_MGD.dtype}, {v_MGD.dtype}. Cast them to the dtype of q."
+        )
     if q_NHD.shape[1] % k_MGD.shape[1] or q_NHD.shape[2] != k_MGD.shape[2]:
         raise ValueError(
             "Query heads must be a multiple of key/value heads and head_dim must agree; "

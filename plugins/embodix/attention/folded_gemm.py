@@ -107,7 +107,8 @@ class FoldedGemmAttention(torch.autograd.Function):
         out_NHD = torch.zeros_like(q_NHD)
         num_groups = k_MGD.shape[1]
         scores = _ScoreBuffer(q_NHD)
-        for piece in _pieces(*lengths, num_groups, q_NHD.shape[1] // num_groups, causal):
+        group = q_NHD.shape[1] // num_groups
+        for piece in _pieces(*lengths, num_groups, group, causal):
             q_LD, out_LD = _rows(q_NHD, piece), _rows(out_NHD, piece)
             k_KD, v_KD = k_MGD[piece.keys, piece.head_k], v_MGD[piece.keys, piece.head_k]
             for rows in _row_blocks(q_LD.shape[0], piece.num_keys):
@@ -126,7 +127,9 @@ class FoldedGemmAttention(torch.autograd.Function):
         dk_MGD, dv_MGD = torch.zeros_like(k_MGD), torch.zeros_like(v_MGD)
         num_groups = k_MGD.shape[1]
         scores, slopes = _ScoreBuffer(q_NHD), _ScoreBuffer(q_NHD)
-        for piece in _pieces(*ctx.lengths, num_groups, q_NHD.shape[1] // num_groups, ctx.causal):
+        group = q_NHD.shape[1] // num_groups
+        lengths_q, lengths_k = ctx.lengths
+        for piece in _pieces(lengths_q, lengths_k, num_groups, group, ctx.causal):
             q_LD, grad_LD, dq_LD = _rows(q_NHD, piece), _rows(grad_NHD, piece), _rows(dq_NHD, piece)
             k_KD, v_KD = k_MGD[piece.keys, piece.head_k], v_MGD[piece.keys, piece.head_k]
             dk_KD = torch.zeros_like(k_KD, dtype=torch.float32)

@@ -73,10 +73,10 @@ def _segment_sdpa(q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, *, causal: bool, 
     num_q, num_k = q_NHD.shape[0], k_MGD.shape[0]
     num_blind = num_q if num_k == 0 else max(0, num_q - num_k) if causal else 0
     if num_blind == num_q:
-        return torch.zeros_like(q_NHD)
+        return _zeros_of(q_NHD)
     if num_blind:
         seeing = _segment_sdpa(q_NHD[num_blind:], k_MGD, v_MGD, causal=causal, scale=scale)
-        return torch.cat([torch.zeros_like(q_NHD[:num_blind]), seeing])
+        return torch.cat([_zeros_of(q_NHD[:num_blind]), seeing])
     mask = None
     if causal and num_q != num_k:
         mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q_NHD.device).tril(diagonal=num_k - num_q)
@@ -90,6 +90,11 @@ def _segment_sdpa(q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, *, causal: bool, 
         enable_gqa=q_NHD.shape[1] != k_MGD.shape[1],
     )
     return out_1HND[0].transpose(0, 1)
+
+
+def _zeros_of(q_NHD: Tensor) -> Tensor:
+    """Zeros that stay in the graph of q with a gradient of zero, NaN or not."""
+    return q_NHD.masked_fill(torch.ones((), dtype=torch.bool, device=q_NHD.device), 0.0)
 
 
 class SegmentAuto:

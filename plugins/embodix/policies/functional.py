@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autograd functions that the fast paths share."""
+"""Autograd functions that the fast paths share: the same formulas in fewer passes over memory.
+
+Each keeps only its inputs for the backward pass and writes into its own results where plain autograd would allocate.
+Shape suffixes: N rows, W width, H heads, D head_dim.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class ZeroGradient(torch.autograd.Function):
@@ -25,3 +31,75 @@ class ZeroGradient(torch.autograd.Function):
             for need, (shape, dtype, device) in zip(needed, ctx.unused, strict=True)
         ]
         return gradient, *zeros
+
+
+class GemmaRmsNorm(torch.autograd.Function):
+    """``x / rms(x) * (1 + weight)``, computed in fp32 and returned in the dtype of ``x`` (Gemma's convention)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NW: Tensor, weight_W: Tensor, eps: float) -> Tensor:
+        wide_NW = x_NW.float()
+        norm_N1 = torch.linalg.vector_norm(wide_NW, dim=-1, keepdim=True)
+        inverse_N1 = norm_N1.square_().div_(x_NW.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x_NW, weight_W, inverse_N1)
+        return (wide_NW * inverse_N1).mul_(1.0 + weight_W.float()).type_as(x_NW)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope_NW: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_NW, weight_W, inverse_N1 = ctx.saved_tensors
+        wide_NW, slope_NW = x_NW.float(), slope_NW.float()
+        gain_W = 1.0 + weight_W.float()
+        product_NW = slope_NW * wide_NW
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (product_NW.t() @ inverse_N1).squeeze(1).to(weight_W.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        pull_N1 = (product_NW @ gain_W)[:, None] * inverse_N1.pow(3) / -x_NW.shape[-1]
+        grad_NW = torch.mul(slope_NW, gain_W, out=product_NW).mul_(inverse_N1).addcmul_(wide_NW, pull_N1)
+        return grad_NW.to(x_NW.dtype), grad_weight, None
+
+
+class GatedGelu(torch.autograd.Function):
+    """``gelu(gate) * up`` with the tanh approximation; the activation is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate, up = ctx.saved_tensors
+        grad_gate = grad_up = None
+        if ctx.needs_input_grad[0]:
+            grad_gate = slope * up
+            torch.ops.aten.gelu_backward.grad_input(grad_gate, gate, approximate="tanh", grad_input=grad_gate)
+        if ctx.needs_input_grad[1]:
+            grad_up = F.gelu(gate, approximate="tanh").mul_(slope)
+        return grad_gate, grad_up
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary embedding of ``[N, H, D]`` rows by ``[N, D]`` tables whose halves are equal (GPT-NeoX layout)."""
+
+    @staticmethod
+    def forward(ctx: Any, heads_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_ND, sin_ND)
+        return _rotated(heads_NHD, cos_ND, sin_ND, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope_NHD: Tensor) -> tuple[Tensor, None, None]:
+        return _rotated(slope_NHD, *ctx.saved_tensors, -1), None, None
+
+
+def _rotated(heads_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, direction: int) -> Tensor:
+    half = heads_NHD.shape[-1] // 2
+    sin_N1D = sin_ND[:, None]
+    out_NHD = heads_NHD * cos_ND[:, None]
+    out_NHD[..., :half].addcmul_(heads_NHD[..., half:], sin_N1D[..., :half], value=-direction)
+    out_NHD[..., half:].addcmul_(heads_NHD[..., :half], sin_N1D[..., half:], value=direction)
+    return out_NHD

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from embodix.policies.functional import ZeroGradient
+from embodix.policies.functional import GatedGelu, GemmaRmsNorm, Rotate, ZeroGradient
 
 
 class PrefixLm(Protocol):
@@ -93,14 +93,14 @@ def last_layer(
 def last_prefix_kv(language: nn.Module, prefix_NW: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
     """Keys and values of the last layer's prefix."""
     attention = language.self_attn
-    normed_NW, _ = language.input_layernorm(prefix_NW)
+    normed_NW = prefix_norm(language.input_layernorm, prefix_NW)
     k_NGD = _heads(attention.k_proj(normed_NW), attention.head_dim)
     return rotate(k_NGD, step.prefix_rope), _heads(attention.v_proj(normed_NW), attention.head_dim)
 
 
 def _prefix_heads(language: nn.Module, prefix_NW: Tensor, rope: Rope) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     attention = language.self_attn
-    normed_NW, _ = language.input_layernorm(prefix_NW)
+    normed_NW = prefix_norm(language.input_layernorm, prefix_NW)
     q_NHD = _heads(attention.q_proj(normed_NW), attention.head_dim)
     k_NGD = _heads(attention.k_proj(normed_NW), attention.head_dim)
     v_NGD = _heads(attention.v_proj(normed_NW), attention.head_dim)
@@ -113,8 +113,8 @@ def _prefix_output(
     attention = language.self_attn
     out_NHD = step.attention.prefix(q_NHD, *prefix_kv, attention.scaling)
     hidden_NW = prefix_NW + attention.o_proj(_cast_like(out_NHD.flatten(1), attention.o_proj))
-    normed_NW, _ = language.post_attention_layernorm(hidden_NW)
-    return hidden_NW + language.mlp(_cast_for_mlp(normed_NW, language.mlp))
+    normed_NW = prefix_norm(language.post_attention_layernorm, hidden_NW)
+    return hidden_NW + gated_mlp(language.mlp, _cast_for_mlp(normed_NW, language.mlp))
 
 
 def suffix_layer(expert: nn.Module, suffix_RTE: Tensor, prefix_kv: tuple[Tensor, Tensor], step: StepContext) -> Tensor:
@@ -129,15 +129,37 @@ def suffix_layer(expert: nn.Module, suffix_RTE: Tensor, prefix_kv: tuple[Tensor,
     out_RTE = attention.o_proj(_cast_like(out_MHD.flatten(1), attention.o_proj)).view_as(suffix_RTE)
     hidden_RTE = suffix_RTE + out_RTE * gate
     normed_RTE, gate = expert.post_attention_layernorm(hidden_RTE, cond=step.condition_RE)
-    return hidden_RTE + expert.mlp(_cast_for_mlp(normed_RTE, expert.mlp)) * gate
+    return hidden_RTE + gated_mlp(expert.mlp, _cast_for_mlp(normed_RTE, expert.mlp)) * gate
+
+
+def prefix_norm(norm: nn.Module, rows_NW: Tensor) -> Tensor:
+    """Upstream's unconditional RMSNorm; a module that is not exactly upstream's is called as it is."""
+    from lerobot.policies.pi_gemma import PiGemmaRMSNorm
+
+    if is_untouched(norm, PiGemmaRMSNorm) and norm.dense is None:
+        return GemmaRmsNorm.apply(rows_NW, norm.weight, norm.eps)
+    normed_NW, _ = norm(rows_NW)
+    return normed_NW
+
+
+def gated_mlp(mlp: nn.Module, rows: Tensor) -> Tensor:
+    """Upstream's gated MLP. Its Linears are always called as modules, since they may be quantised or adapted."""
+    from transformers.models.gemma.modeling_gemma import GemmaMLP
+
+    if is_untouched(mlp, GemmaMLP) and mlp.config.hidden_activation == "gelu_pytorch_tanh":
+        return mlp.down_proj(GatedGelu.apply(mlp.gate_proj(rows), mlp.up_proj(rows)))
+    return mlp(rows)
+
+
+def is_untouched(module: nn.Module, upstream: type[nn.Module]) -> bool:
+    """Whether a module is exactly upstream's: same class, no forward of its own, no hooks."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return type(module) is upstream and "forward" not in module.__dict__ and not hooked
 
 
 def rotate(heads_NHD: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding of packed rows, as upstream's ``apply_rotary_pos_emb``."""
-    cos_ND, sin_ND = rope
-    half = heads_NHD.shape[-1] // 2
-    swapped = torch.cat([-heads_NHD[..., half:], heads_NHD[..., :half]], dim=-1)
-    return heads_NHD * cos_ND[:, None] + swapped * sin_ND[:, None]
+    return Rotate.apply(heads_NHD, *rope)
 
 
 def _heads(rows: Tensor, head_dim: int) -> Tensor:

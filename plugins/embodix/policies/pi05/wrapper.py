@@ -10,6 +10,7 @@ from torch import nn
 
 from embodix.patching import version_problem
 from embodix.policies.pi05.fast_path import Pi05FastPath
+from embodix.policies.pi05.vision_attention import align_vision_attention
 from embodix.policies.settings import FastPathSettings, TokenCounts
 
 REPLACED_METHODS = ("forward", "predict_action_chunk")
@@ -23,6 +24,8 @@ class Pi05Installation:
         self.fast_path = fast_path
         for name in REPLACED_METHODS:
             setattr(policy, name, getattr(fast_path, name))
+        upstream_attention = fast_path.settings.attention is None
+        self._undo_vision = (lambda: None) if upstream_attention else align_vision_attention(policy)
 
     @property
     def token_counts(self) -> TokenCounts | None:
@@ -34,6 +37,7 @@ class Pi05Installation:
         for name in REPLACED_METHODS:
             if getattr(self._policy.__dict__.get(name), "__self__", None) is self.fast_path:
                 delattr(self._policy, name)
+        self._undo_vision()
 
     def describe(self) -> dict[str, Any]:
         """What is installed, for reports."""
