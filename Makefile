@@ -30,7 +30,7 @@ lint: setup ## style, types and import arrows
 	$(BIN)/lint-imports
 
 bench: setup ## run every benchmark; results land beside the scripts
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 docs: setup ## regenerate the reference pages in docs/ from the code
 	$(BIN)/python scripts/reference.py

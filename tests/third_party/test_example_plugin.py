@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from embodix.report.steps import read_steps
+from embodix.testing.host_runs import small_run, train_here
+
 THIRD_PARTY = Path(__file__).parent
 CHOICES = ["packing=bucketed", "attention=padded_sdpa", "policy=pi05_small"]
 
@@ -99,3 +102,27 @@ def test_listing_it_imports_no_torch(environment):
     script = "from embodix.plugins import registry; print(registry().names('packers'))\nimport sys"
     printed = environment.run_python(script + "\nprint('torch' in sys.modules)").split("\n")
     assert printed[:2] == ["['bucketed', 'none', 'padding_free']", "False"]
+
+
+def test_it_trains_through_upstream_with_the_losses_of_the_exact_run(environment, demonstrations, tmp_path):
+    multiple, num_steps = 16, 2
+    choices = ["packing=bucketed", f"packing.options.multiple={multiple}", "attention=padded_sdpa"]
+    folders = [f"train.output_dir={tmp_path}/theirs", f"hydra.run.dir={tmp_path}/hydra"]
+    overrides = small_run(
+        demonstrations, *choices, output, f"train.steps={num_steps}", f"hydra.run.dir={tmp_path}/hydra"
+    )
+    result = environment.run("lerobot", "train", *overrides)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    all_theirs = read_steps(tmp_path / "theirs" / "steps.jsonl")
+
+    exact = ["+plugin=embodix", f"train.steps={num_steps}", f"train.output_dir={tmp_path}/ours"]
+    all_ours = train_here(small_run(demonstrations, *exact)).records
+    assert len(all_theirs) == len(all_ours) == num_steps
+    for theirs, ours in zip(all_theirs, all_ours, strict=True):
+        assert theirs.loss == pytest.approx(ours.loss, rel=1e-4)
+        assert theirs.tokens.valid == ours.tokens.valid == ours.tokens.computed
+        # The packer decides on the prefix; the action steps are computed beside it.
+        assert (theirs.tokens.computed - theirs.action_total) % multiple == 0
+    assert any(record.tokens.computed > record.tokens.valid for record in all_theirs)
+    manifest = (tmp_path / "theirs" / "manifest.json").read_text()
+    assert "padded_sdpa" in manifest and "bucketed" in manifest
