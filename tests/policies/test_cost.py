@@ -69,9 +69,9 @@ def small_case(**config):
 
 def assert_flops_agree(sizes, computation, counted):
     expected = step_flops(sizes, Sample(2, 1, PROMPT), computation).total
-    # The model leaves out the rotary table, a product of a few thousand operations.
+    # The model leaves out the rotary table and the fast norms' products with a vector: a few thousand operations.
     assert counted[0] == pytest.approx(expected.forward, rel=5e-4)
-    assert counted[1] == pytest.approx(expected.backward, rel=1e-9)
+    assert counted[1] == pytest.approx(expected.backward, rel=1e-9 if computation == UPSTREAM else 2e-3)
 
 
 @pytest.mark.parametrize("config", [{}, {"freeze_vision_encoder": True}, {"train_expert_only": True}], ids=str)

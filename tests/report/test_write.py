@@ -15,7 +15,6 @@ from run_folders import write_run
 
 from embodix.report import plots
 from embodix.report.compare import SpeedBound, compare_runs
-from embodix.report.evaluation import write_evaluation
 from embodix.report.runs import read_run, read_variants
 from embodix.report.sweep import print_sweep, read_sweep
 from embodix.report.table import print_comparison
@@ -137,6 +136,7 @@ def test_a_sweep_of_one_run_says_that_there_is_nothing_to_compare(tmp_path):
 @pytest.mark.parametrize("episodes", [[], [{"seed": 1}], [{"seed": 1, "success": True}] * 2])
 def test_a_damaged_evaluation_is_refused(tmp_path, episodes):
     folder = write_run(tmp_path / "run", "embodix", num_steps=2)
-    write_evaluation(folder / "evaluation.json", [{"task": "a", "episodes": episodes}])
+    named = [{"task": "a", **episode} for episode in episodes]
+    (folder / "evaluation.json").write_text(json.dumps({"episodes": named, "controls": {}}))
     with pytest.raises(ValueError, match="at least one episode for the policy and each control"):
         read_run(folder)

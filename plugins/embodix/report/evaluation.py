@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodix.report.manifest import write_text_atomically
 from embodix.report.statistics import mcnemar_p_value, wilson_interval
 
 CONTROLS = {
@@ -69,26 +68,11 @@ class PairedSuccess:
     p_value: float
 
 
-def write_evaluation(
-    path: Path | str,
-    policy: Sequence[Mapping[str, Any]],
-    controls: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
-    videos: Sequence[str] = (),
-) -> None:
-    """Write ``evaluation.json`` of a run folder.
-
-    Args:
-        policy: one record a task, each with ``task`` and ``episodes`` (``seed`` and ``success`` each), as
-            ``embodix.evaluation.rollout.Evaluation.to_json`` makes them.
-        controls: the same for each control, by its name in ``CONTROLS``.
-        videos: recorded episodes, relative to the run folder.
-    """
-    record = {"policy": list(policy), "controls": {k: list(v) for k, v in (controls or {}).items()}}
-    write_text_atomically(Path(path), json.dumps({**record, "videos": list(videos)}, indent=2) + "\n")
-
-
 def read_evaluation(path: Path | str) -> Evaluation | None:
-    """Read what :func:`write_evaluation` wrote; None where the run was not evaluated.
+    """Read ``evaluation.json``; None where the run was not evaluated.
+
+    The file holds ``episodes``, a list of ``{"task": str, "seed": int, "success": bool}``, and optionally
+    ``controls`` (name in ``CONTROLS`` -> such a list) and ``videos`` (paths relative to the file).
 
     Raises:
         ValueError: the file has no such episodes, or one episode twice.
@@ -98,8 +82,8 @@ def read_evaluation(path: Path | str) -> Evaluation | None:
         return None
     try:
         record = json.loads(path.read_text())
-        outcomes = _outcomes(record["policy"])
-        controls = {name: _outcomes(tasks) for name, tasks in record["controls"].items()}
+        outcomes = _outcomes(record["episodes"])
+        controls = {name: _outcomes(episodes) for name, episodes in record.get("controls", {}).items()}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} must hold at least one episode for the policy and each control, every (task, seed) once; got "
@@ -132,9 +116,8 @@ def pair_success(baseline: Evaluation, variant: Evaluation) -> PairedSuccess | N
     )
 
 
-def _outcomes(tasks: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], bool]:
-    episodes = [(str(task["task"]), int(e["seed"]), bool(e["success"])) for task in tasks for e in task["episodes"]]
-    outcomes = {(task, seed): success for task, seed, success in episodes}
+def _outcomes(episodes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], bool]:
+    outcomes = {(str(episode["task"]), int(episode["seed"])): bool(episode["success"]) for episode in episodes}
     if not outcomes or len(outcomes) != len(episodes):
         raise ValueError(f"{len(episodes)} episodes with {len(outcomes)} different (task, seed) pairs")
     return outcomes
