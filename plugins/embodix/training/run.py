@@ -105,7 +105,7 @@ def compose_train(overrides: list[str]) -> DictConfig:
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
-    overrides = [override for override in overrides if not override.lstrip("+").startswith("hydra")]
+    overrides = [override for override in overrides if not override.lstrip("+~").startswith("hydra")]
     if GlobalHydra.instance().is_initialized():
         return hydra.compose("train", overrides=[*overrides, "train.output_dir=null"])
     with hydra.initialize_config_module("embodix.hydra_conf", version_base="1.3"):

@@ -53,7 +53,7 @@ def compose_variants(settings: DictConfig, overrides: list[str], output_dir: Pat
         ValueError: fewer than two variants, or variants that differ in data, seed, steps, batch size or sizes,
             so that their steps could not be compared.
     """
-    common = [o for o in overrides if not o.lstrip("+").startswith(("compare.", "compare=", "hydra"))]
+    common = [o for o in overrides if not o.lstrip("+~").startswith(("compare.", "compare=", "hydra"))]
     variants = []
     for name, own in settings.variants.items():
         # A group put back on the command line belongs to the fast variant only; the reference stays upstream.
