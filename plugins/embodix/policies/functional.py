@@ -93,7 +93,8 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope_NHD: Tensor) -> tuple[Tensor, None, None]:
-        return _rotated(slope_NHD, *ctx.saved_tensors, -1), None, None
+        cos_ND, sin_ND = ctx.saved_tensors
+        return _rotated(slope_NHD, cos_ND, sin_ND, -1), None, None
 
 
 def _rotated(heads_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, direction: int) -> Tensor:

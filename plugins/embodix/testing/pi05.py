@@ -133,3 +133,18 @@ def masked_by_camera_pad(batch: Mapping[str, Tensor], masks: list[Tensor]) -> li
         return masks
     columns = (~batch["camera_is_pad"]).unbind(dim=1)
     return [mask & columns[index] if index < len(columns) else mask for index, mask in enumerate(masks)]
+
+
+def meta_pi05(**config: Any) -> Any:
+    """Upstream's ``PI05Policy`` in its real size on the meta device: shapes and names without memory."""
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.pi05.configuration_pi05 import PI05Config
+    from lerobot.policies.pi05.modeling_pi05 import PI05Policy
+
+    inputs = {image_key(name): PolicyFeature(FeatureType.VISUAL, (3, 224, 224)) for name in ("front", "gripper")}
+    outputs = {"action": PolicyFeature(FeatureType.ACTION, (7,))}
+    pi05_config = PI05Config(input_features=inputs, output_features=outputs, device="cpu", **config)
+    # Upstream's config replaces a device that it does not know; it is set afterwards.
+    pi05_config.device = "meta"
+    with torch.device("meta"):
+        return PI05Policy(pi05_config)

@@ -8,7 +8,7 @@ input, once for that of the weight; whatever is frozen, or has nothing trainable
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ class Sample:
     images: int
     blank_images: int
     prompt: int
+
+
+Workload = Mapping[Sample, float]  # how often each kind of sample is drawn; any positive scale
 
 
 @dataclass(frozen=True)
@@ -146,27 +149,25 @@ def step_flops(sizes: Pi05Sizes, sample: Sample, computation: Computation = UPST
     )
 
 
-def mean_flops(sizes: Pi05Sizes, samples: Sequence[Sample], computation: Computation = UPSTREAM) -> Flops:
+def mean_flops(sizes: Pi05Sizes, workload: Workload, computation: Computation = UPSTREAM) -> Flops:
     """Mean operations of a sample's training step over a data set.
 
     Raises:
         ValueError: no samples.
     """
-    if not samples:
-        raise ValueError("A mean needs at least one sample; got none.")
-    total = sum((step_flops(sizes, sample, computation).total for sample in samples), Flops())
-    return total.times(1 / len(samples))
+    weight = sum(workload.values())
+    if weight <= 0:
+        raise ValueError("A mean needs at least one sample with a positive weight; got none.")
+    parts = (step_flops(sizes, sample, computation).total.times(share) for sample, share in workload.items())
+    return sum(parts, Flops()).times(1 / weight)
 
 
 def flop_bound(
-    sizes: Pi05Sizes,
-    samples: Sequence[Sample],
-    computation: Computation = EMBODIX,
-    baseline: Computation = UPSTREAM,
+    sizes: Pi05Sizes, workload: Workload, computation: Computation = EMBODIX, baseline: Computation = UPSTREAM
 ) -> float:
     """How many times fewer operations ``computation`` needs than ``baseline`` for the same loss samples."""
-    mine = mean_flops(sizes, samples, computation).total / computation.flow_samples
-    return mean_flops(sizes, samples, baseline).total / baseline.flow_samples / mine
+    mine = mean_flops(sizes, workload, computation).total / computation.flow_samples
+    return mean_flops(sizes, workload, baseline).total / baseline.flow_samples / mine
 
 
 def computation_of(config: Mapping[str, Any]) -> Computation:
