@@ -6,6 +6,7 @@ action is disturbed while the recorded one is what the expert wanted (DART, http
 and some episodes start with a drift to another place.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -98,4 +99,5 @@ def _drift(scene: MetaWorldScene, observation: np.ndarray, num_steps: int, rng: 
 def _expert(task: str) -> Any:
     from metaworld.policies import ENV_POLICY_MAP
 
-    return ENV_POLICY_MAP[task]()
+    experts: Mapping[str, Any] = ENV_POLICY_MAP
+    return experts[task]()

@@ -6,13 +6,13 @@ MetaWorld ignores ``reset(seed=...)``; this scene honours seeds through ``env.se
 stored, without shadows, reflections and multisampling: a software renderer spends most of its time there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from embodix.data.rendering import select_gl_backend
+from embodix.data.rendering import bind_gl_backend
 
 STATE_DIM = 4
 ACTION_DIM = 4
@@ -65,7 +65,7 @@ class MetaWorldScene:
 
     def __init__(self, task: str, cameras: Sequence[str], image_size: int) -> None:
         check_cameras(cameras)
-        select_gl_backend()
+        bind_gl_backend()
         self.task = task
         self.cameras = tuple(cameras)
         self.image_size = image_size
@@ -122,10 +122,11 @@ def task_names() -> list[str]:
 def _make_task(task: str) -> Any:
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
 
+    constructors: Mapping[str, Any] = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
     key = f"{task}-goal-observable"
-    if key not in ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE:
+    if key not in constructors:
         raise ValueError(f"Tasks must be MetaWorld's, got {task!r}. Tasks: {task_names()}")
-    env = ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[key](seed=0)
+    env = constructors[key](seed=0)
     env.seeded_rand_vec = True
     env._freeze_rand_vec = False  # lerobot/envs/metaworld.py: otherwise no randomisation
     env.max_path_length = np.inf  # episode length is the caller's
