@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Off-screen OpenGL for MuJoCo: which backend renders on this machine, found by rendering a frame."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -48,8 +49,7 @@ def probe_gl_backend(backend: str) -> str | None:
 def select_gl_backend() -> str:
     """Choose the OpenGL backend of this process and its children, and set ``MUJOCO_GL`` to it.
 
-    A ``MUJOCO_GL`` that is already set is the user's choice and is kept. Call before MuJoCo is imported:
-    it reads the variable once.
+    A ``MUJOCO_GL`` that is already set is the user's choice and is kept.
 
     Raises:
         RuntimeError: no backend renders; the message has the reason of each.
@@ -69,3 +69,15 @@ def select_gl_backend() -> str:
         + "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
         + ". On Debian and Ubuntu: apt-get install libegl1 libegl-mesa0 libosmesa6"
     )
+
+
+def bind_gl_backend() -> None:
+    """Select a backend and make MuJoCo use it, even if it was imported before and has chosen another.
+
+    Raises:
+        RuntimeError: no backend renders on this machine.
+    """
+    backend = select_gl_backend()
+    gl_context = importlib.import_module("mujoco.rendering.classic.gl_context")
+    if backend in GL_BACKENDS and gl_context.GLContext.__module__ != f"mujoco.{backend}":
+        importlib.reload(gl_context)  # it reads MUJOCO_GL when it is loaded
