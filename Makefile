@@ -17,8 +17,8 @@ setup: ## create or update .venv (system packages, Python, the locked packages, 
 	@scripts/setup.sh
 
 demo: setup ## record data in the simulator, train upstream and embodix side by side, write the report
-	$(BIN)/lerobot data metaworld +experiment=demo
-	$(BIN)/lerobot compare +experiment=demo
+	$(BIN)/lerobot data metaworld
+	$(BIN)/lerobot compare experiment=demo
 
 test: setup ## run the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
