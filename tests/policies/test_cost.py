@@ -147,7 +147,7 @@ def test_waste_and_bound_at_real_size(sample, upstream, valid, waste, forward_ra
     forward = [step_flops(REAL, sample, computation).total.forward for computation in (UPSTREAM, EMBODIX)]
     assert forward[0] / forward[1] == pytest.approx(forward_ratio, abs=0.005)
     # Upstream's backward pass skips the dead end of the last layer too, so a whole step gains a little less.
-    assert flop_bound(REAL, [sample]) == pytest.approx(training_bound, abs=0.005)
+    assert flop_bound(REAL, {sample: 1}) == pytest.approx(training_bound, abs=0.005)
 
 
 def test_forward_flops_by_part_at_real_size():
@@ -163,11 +163,11 @@ def test_a_bound_over_a_data_set_weighs_samples_by_their_work():
         sum(step_flops(REAL, sample, computation).total.total for sample in (short, long))
         for computation in (UPSTREAM, EMBODIX)
     ]
-    assert flop_bound(REAL, [short, long]) == pytest.approx(work[0] / work[1])
-    assert flop_bound(REAL, [short], UPSTREAM) == 1.0
+    assert flop_bound(REAL, {short: 3, long: 3}) == pytest.approx(work[0] / work[1])
+    assert flop_bound(REAL, {short: 1}, UPSTREAM) == 1.0
     # Eight draws of noise and time for one prefix: upstream would compute the prefix eight times.
     eight = Computation("padding_free", "auto", "valid", flow_samples=8)
-    assert flop_bound(REAL, [short], eight) > 6 * flop_bound(REAL, [short])
+    assert flop_bound(REAL, {short: 1}, eight) > 6 * flop_bound(REAL, {short: 1})
 
 
 def test_configs_say_what_is_computed_and_which_real_model_is_meant():
@@ -185,7 +185,7 @@ def test_impossible_questions_are_refused():
     with pytest.raises(ValueError, match=r"policy\.type=pi05; got 'act'"):
         sizes_of({"type": "act"})
     with pytest.raises(ValueError, match="at least one sample"):
-        flop_bound(REAL, [])
+        flop_bound(REAL, {})
 
 
 def test_the_model_imports_no_torch():

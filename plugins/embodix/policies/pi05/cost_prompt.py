@@ -70,7 +70,7 @@ def _normalized(value: float, stats: Mapping[str, list[float]], index: int, mode
     )
     if low is None or high is None or low not in stats:
         return value
-    return 2 * (value - stats[low][index]) / (stats[high][index] - stats[low][index] + 1e-8) - 1
+    return 2 * (value - stats[low][index]) / ((stats[high][index] - stats[low][index]) or 1e-8) - 1
 
 
 def _bin(value: float) -> int:

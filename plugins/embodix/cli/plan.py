@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lerobot plan``: what a run will cost, from config and metadata, before anything is trained.
+
+``--json`` prints the plan as JSON and nothing else. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from embodix.cli.hydra_app import run_hydra_app
+from embodix.policies.pi05.cost_plan import REAL_NAME, TrainingPlan, plan_training
+from embodix.report.manifest import write_text_atomically
+from embodix.report.wording import memory, percent, quantity, ratio
+
+PLAN_FILE = "plan.json"
+_TOKEN_NAMES = {
+    "images": "real images",
+    "blank_images": "blank images (waste)",
+    "prompt_padding": "prompt padding (waste)",
+}
+
+
+def run(argv: list[str]) -> int:
+    as_json = "--json" in argv
+
+    def plan_task(cfg: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        config: Any = OmegaConf.to_container(cfg, resolve=True)
+        plan = plan_training(config)
+        path = Path(HydraConfig.get().runtime.output_dir) / PLAN_FILE
+        text = json.dumps(dataclasses.asdict(plan), indent=2, ensure_ascii=False) + "\n"
+        write_text_atomically(path, text)
+        if as_json:
+            print(text, end="")
+        else:
+            print_plan(plan, Console())
+            print(f"As JSON: {path}")
+
+    return run_hydra_app("plan", plan_task, [argument for argument in argv if argument != "--json"])
+
+
+def print_plan(plan: TrainingPlan, console: Console) -> None:
+    """Print the plan as tables with a sentence for each."""
+    cameras = f"{len(plan.real_cameras)} cameras, {len(plan.blank_cameras)} blank"
+    console.print(
+        f"[bold]{plan.dataset}[/]: {plan.num_episodes} episodes, {plan.num_frames} frames, {len(plan.prompts)} tasks, "
+        f"{cameras}. π0.5 with {quantity(plan.num_parameters)} parameters, {plan.dtype}, batch {plan.batch_size}.",
+        highlight=False,
+    )
+    features = ", ".join(f"{name}={value}" for name, value in plan.features.items() if value not in (None, []))
+    console.print(f"Active: {features} (variant: {plan.chosen})\n", highlight=False)
+    console.print(_token_table(plan))
+    console.print(_prompt_table(plan))
+    console.print(plan.prompt_source + "\n", highlight=False, soft_wrap=True)
+    console.print(_variant_table(plan))
+    console.print(
+        "Bounds are ratios of operations against upstream, forward and backward; forward alone: "
+        f"{ratio(_fast(plan).forward_bound)} at this size. Real size is {REAL_NAME}; measure small, promise by that.\n",
+        highlight=False,
+    )
+    console.print(_memory_table(plan))
+    for remedy in plan.remedies:
+        kind = "same function" if remedy.exact else "changes training"
+        console.print(f"  {remedy.setting}: {memory(remedy.total)}; {kind}; {remedy.price}", highlight=False)
+    console.print(
+        f"\nAction padding: {percent(plan.padded_action_share, 1)} of the loss lies after the end of episodes; "
+        "action_pad=mask leaves it out (changes what is learned).",
+        highlight=False,
+    )
+
+
+def _fast(plan: TrainingPlan) -> Any:
+    return next(variant for variant in plan.variants if variant.name == "embodix")
+
+
+def _token_table(plan: TrainingPlan) -> Table:
+    total = sum(plan.tokens.values())
+    table = Table(
+        title=f"Tokens a sample, as upstream computes them: {percent(plan.waste, 1)} waste", title_justify="left"
+    )
+    table.add_column("what")
+    table.add_column("tokens", justify="right")
+    table.add_column("share", justify="right")
+    names = {
+        "images": "real images",
+        "blank_images": "blank images (waste)",
+        "prompt_padding": "prompt padding (waste)",
+    }
+    for name, tokens in plan.tokens.items():
+        table.add_row(names.get(name, name), f"{tokens:.0f}", percent(tokens / total, 1))
+    table.add_section()
+    table.add_row("all", f"{total:.0f}", "")
+    return table
+
+
+def _prompt_table(plan: TrainingPlan) -> Table:
+    table = Table(title="Prompt length by task, in tokens, state numbers included", title_justify="left")
+    table.add_column("task", max_width=60, no_wrap=True, overflow="ellipsis")
+    table.add_column("frames", justify="right", min_width=6)
+    table.add_column("tokens", justify="right", min_width=7)
+    shown = sorted(plan.prompts, key=lambda prompt: -prompt.num_frames)
+    for prompt in shown[:20]:
+        table.add_row(prompt.task, str(prompt.num_frames), _range(prompt.shortest, prompt.longest))
+    if len(shown) > 20:
+        rest = shown[20:]
+        lengths = _range(min(p.shortest for p in rest), max(p.longest for p in rest))
+        table.add_row(f"{len(rest)} more tasks", str(sum(p.num_frames for p in rest)), lengths)
+    return table
+
+
+def _variant_table(plan: TrainingPlan) -> Table:
+    table = Table(title="Variants: work of a sample, and bound on the speed ratio", title_justify="left")
+    table.add_column("variant", no_wrap=True)
+    for column in ("tokens", "valid", "images", "FLOPs\nforward", "FLOPs\nbackward", "bound", "bound,\nreal size"):
+        table.add_column(column, justify="right")
+    for variant in plan.variants:
+        table.add_row(
+            variant.name,
+            f"{variant.tokens:.0f}",
+            percent(variant.utilisation),
+            f"{variant.images:.3g}",
+            quantity(variant.forward_flops),
+            quantity(variant.backward_flops),
+            ratio(variant.bound),
+            ratio(variant.real_bound),
+            style="bold" if variant.name == plan.chosen else None,
+        )
+    return table
+
+
+def _memory_table(plan: TrainingPlan) -> Table:
+    checkpointing = ", activation checkpointing" if plan.checkpointing else ""
+    table = Table(
+        title=f"Memory of one process, estimated: AdamW, {plan.dtype}, {plan.batch_size} samples{checkpointing}",
+        title_justify="left",
+    )
+    table.add_column("variant", no_wrap=True)
+    for column in ("weights", "gradients", "optimizer", "activations", "all"):
+        table.add_column(column, justify="right")
+    for variant in plan.variants:
+        need = variant.memory
+        cells: Iterable[float] = (need.parameters, need.gradients, need.optimizer, need.activations, need.total)
+        table.add_row(variant.name, *map(memory, cells), style="bold" if variant.name == plan.chosen else None)
+    return table
+
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}-{high}"

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a LeRobotDataset's metadata say about the cost of training on it: episodes, tasks, cameras, state range.
+
+Reads ``meta/`` only, plus the ``camera_is_pad`` column where a data set has one; decodes no image and imports no torch.
+Format: LeRobotDataset v3.0 (lerobot/datasets/utils.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CAMERA_IS_PAD = "camera_is_pad"
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode: its length in frames, its task, and how many cameras are absent in it."""
+
+    length: int
+    task: str
+    num_absent_cameras: int = 0
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """A data set as training will draw from it.
+
+    Attributes:
+        name: repo id.
+        episodes: those that are used.
+        cameras: image keys.
+        state_stats: statistics of ``observation.state`` by name (``q01``, ``mean``, ...), one value a dimension.
+    """
+
+    name: str
+    episodes: list[Episode]
+    cameras: list[str]
+    state_stats: dict[str, list[float]]
+
+    @property
+    def num_frames(self) -> int:
+        return sum(episode.length for episode in self.episodes)
+
+    def frames_by_task(self) -> dict[str, int]:
+        """Frames of each task, in the order of first appearance."""
+        frames: dict[str, int] = {}
+        for episode in self.episodes:
+            frames[episode.task] = frames.get(episode.task, 0) + episode.length
+        return frames
+
+
+def dataset_folder(dataset: Mapping[str, Any]) -> Path:
+    """Where the ``dataset`` node of a train config lies: its root, or LeRobot's cache."""
+    if dataset.get("root"):
+        return Path(dataset["root"])
+    from lerobot.utils.constants import HF_LEROBOT_HOME
+
+    return Path(HF_LEROBOT_HOME) / str(dataset["repo_id"])
+
+
+def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
+    """Read the metadata of the data set that a train config names.
+
+    Args:
+        dataset: ``dataset`` node; ``root``, ``repo_id`` and ``episodes`` are used.
+
+    Raises:
+        ValueError: no data set there, no task strings, or episodes that it does not have.
+    """
+    root = dataset_folder(dataset)
+    if not (root / "meta" / "info.json").is_file():
+        raise ValueError(
+            f"A plan reads the metadata of a LeRobotDataset; {root} has no meta/info.json. Record one with "
+            "`lerobot data metaworld`, set dataset.root, or fetch the metadata alone: "
+            f"hf download {dataset.get('repo_id')} --repo-type dataset --include 'meta/*' --local-dir <dataset.root>."
+        )
+    info = json.loads((root / "meta" / "info.json").read_text())
+    stats_path = root / "meta" / "stats.json"
+    stats = json.loads(stats_path.read_text()) if stats_path.is_file() else {}
+    return DatasetFacts(
+        name=str(dataset.get("repo_id") or root.name),
+        episodes=_read_episodes(root, dataset.get("episodes"), CAMERA_IS_PAD in info["features"]),
+        cameras=[key for key, feature in info["features"].items() if feature["dtype"] in ("image", "video")],
+        state_stats={name: _flat(values) for name, values in stats.get("observation.state", {}).items()},
+    )
+
+
+def padded_action_share(lengths: Sequence[int], chunk_size: int) -> float:
+    """Share of action steps that lie after the end of their episode, over all frames.
+
+    A frame that is ``r`` steps before the end has ``chunk_size - r`` such steps; where every episode is longer than a
+    chunk this is ``(chunk_size - 1) / (2 * mean length)``.
+    """
+    padded = 0
+    for length in lengths:
+        ends = min(length, chunk_size)
+        padded += ends * chunk_size - ends * (ends + 1) // 2
+    return padded / (chunk_size * sum(lengths))
+
+
+def _read_episodes(root: Path, chosen: Sequence[int] | None, has_absent_cameras: bool) -> list[Episode]:
+    import pandas
+
+    files = sorted((root / "meta" / "episodes").glob("**/*.parquet"))
+    if not files or not (root / "meta" / "tasks.parquet").is_file():
+        raise ValueError(
+            f"{root} has no meta/episodes or no meta/tasks.parquet, so episodes and task strings are unknown. "
+            "Record with a `task` in every frame, or convert the data set to LeRobotDataset v3.0."
+        )
+    columns = ["episode_index", "length", "tasks"]
+    table = pandas.concat([pandas.read_parquet(file, columns=columns) for file in files])
+    absent = _absent_cameras(root) if has_absent_cameras else {}
+    episodes = {
+        int(row.episode_index): Episode(int(row.length), str(row.tasks[0]), absent.get(int(row.episode_index), 0))
+        for row in table.itertuples()
+    }
+    wanted = sorted(episodes) if chosen is None else list(chosen)
+    unknown = [index for index in wanted if index not in episodes]
+    if unknown:
+        raise ValueError(f"dataset.episodes must lie in 0..{max(episodes)}; got {', '.join(map(str, unknown))}.")
+    return [episodes[index] for index in wanted]
+
+
+def _absent_cameras(root: Path) -> dict[int, int]:
+    """Absent cameras of each episode, by the first of its frames."""
+    import pandas
+
+    files = sorted((root / "data").glob("**/*.parquet"))
+    columns = ["episode_index", CAMERA_IS_PAD]
+    table = pandas.concat([pandas.read_parquet(file, columns=columns) for file in files])
+    first = table.drop_duplicates("episode_index")
+    return {int(row.episode_index): int(sum(row.camera_is_pad)) for row in first.itertuples()}
+
+
+def _flat(values: Any) -> list[float]:
+    return [float(value) for value in values] if isinstance(values, list) else [float(values)]

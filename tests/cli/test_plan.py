@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lerobot plan` composes the train config, prints tables or JSON, and loads no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pandas
+import pytest
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """Metadata of a data set with two cameras and three episodes of two tasks."""
+    root = tmp_path / "dataset"
+    (root / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
+    features = {f"observation.images.{name}": {"dtype": "image", "shape": [56, 56, 3]} for name in ("front", "gripper")}
+    (root / "meta" / "info.json").write_text(json.dumps({"features": features}))
+    tasks = ["Reach", "Open the door of the cabinet"]
+    pandas.DataFrame({"task_index": [0, 1]}, index=tasks).to_parquet(root / "meta" / "tasks.parquet")
+    table = {"episode_index": [0, 1, 2], "length": [60, 60, 80], "tasks": [[tasks[0]], [tasks[0]], [tasks[1]]]}
+    pandas.DataFrame(table).to_parquet(root / "meta" / "episodes" / "chunk-000" / "file-000.parquet")
+    return root
+
+
+def plan(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the verb in a process of its own, which fails if torch was loaded."""
+    code = (
+        "import sys; from embodix.cli.main import dispatch; code = dispatch('lerobot', ['plan', *sys.argv[1:]]);"
+        "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(code)"
+    )
+    environment = os.environ | {"COLUMNS": "140", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_tables_name_waste_bounds_memory_and_remedies(tmp_path, dataset):
+    done = plan(tmp_path, "policy=pi05", "policy.empty_cameras=1", f"dataset.root={dataset}")
+    assert done.returncode == 0, done.stderr
+    for text in ("2 cameras, 1 blank", "4.14 G parameters", "waste", "Open the door of the cabinet", "embodix"):
+        assert text in done.stdout
+    assert "Active: packing=none, attention=upstream" in done.stdout
+    assert "+plugin=embodix" in done.stdout
+    assert "36.8 % of the loss lies after the end of episodes" in done.stdout
+    (path,) = tmp_path.glob("outputs/plan/*/*/plan.json")
+    assert json.loads(path.read_text())["num_frames"] == 200
+
+
+def test_json_is_all_that_is_printed(tmp_path, dataset):
+    done = plan(tmp_path, "policy=pi05_small", f"dataset.root={dataset}", "+plugin=embodix", "--json")
+    record = json.loads(done.stdout)
+    assert record["chosen"] == "embodix"
+    assert record["features"]["packing"] == "padding_free"
+    assert record["variants"][3]["bound"] > record["variants"][3]["real_bound"] > 1.5
+
+
+def test_a_missing_data_set_is_an_error_that_says_what_to_do(tmp_path):
+    done = plan(tmp_path, f"dataset.root={tmp_path / 'absent'}")
+    assert done.returncode == 1
+    assert "lerobot data metaworld" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan reads metadata only, and its figures are those of the samples that training will draw."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+
+from embodix.policies.cost import padded_action_share, read_dataset_facts
+from embodix.policies.pi05.cost import EMBODIX, Sample, flop_bound
+from embodix.policies.pi05.cost_plan import camera_slots, plan_training, speed_bounds
+from embodix.policies.pi05.cost_prompt import prompt_lengths, token_counter
+from embodix.policies.pi05.cost_sizes import sizes_of
+
+CAMERAS = ("observation.images.front", "observation.images.gripper")
+STATE = {"q01": [-1.0, 0.0], "q10": [-0.5, 0.1], "q50": [0.0, 0.5], "q90": [0.5, 0.9], "q99": [1.0, 1.0]}
+SMALL = {
+    "vision": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "patch_size": 14,
+    },
+    "language": {
+        "width": 32,
+        "depth": 3,
+        "mlp_dim": 64,
+        "num_heads": 8,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 128,
+    },
+    "action_expert": {"width": 24, "depth": 3, "mlp_dim": 40, "num_heads": 8, "num_kv_heads": 1, "head_dim": 16},
+}
+
+
+@pytest.fixture
+def write_metadata(tmp_path) -> Callable[..., Path]:
+    """Write the metadata of a data set: (length, task) of each episode, and cameras absent by episode."""
+
+    def write(episodes: list[tuple[int, str]], absent: dict[int, list[bool]] | None = None) -> Path:
+        root = tmp_path / "dataset"
+        (root / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
+        features = {camera: {"dtype": "video", "shape": [56, 56, 3]} for camera in CAMERAS}
+        if absent is not None:
+            features["camera_is_pad"] = {"dtype": "bool", "shape": [2]}
+            (root / "data" / "chunk-000").mkdir(parents=True)
+            rows = [
+                (index, absent.get(index, [False, False])) for index, (n, _) in enumerate(episodes) for _ in range(n)
+            ]
+            table = pandas.DataFrame(rows, columns=["episode_index", "camera_is_pad"])
+            table.to_parquet(root / "data" / "chunk-000" / "file-000.parquet")
+        (root / "meta" / "info.json").write_text(json.dumps({"features": features}))
+        (root / "meta" / "stats.json").write_text(json.dumps({"observation.state": STATE}))
+        tasks = list(dict.fromkeys(task for _, task in episodes))
+        pandas.DataFrame({"task_index": range(len(tasks))}, index=tasks).to_parquet(root / "meta" / "tasks.parquet")
+        table = pandas.DataFrame(
+            {
+                "episode_index": range(len(episodes)),
+                "length": [length for length, _ in episodes],
+                "tasks": [[task] for _, task in episodes],
+            }
+        )
+        table.to_parquet(root / "meta" / "episodes" / "chunk-000" / "file-000.parquet")
+        return root
+
+    return write
+
+
+def config_of(root: Path, **changes: Any) -> dict[str, Any]:
+    config = {
+        "policy": {"type": "pi05", "empty_cameras": 1, "normalization_mapping": {"STATE": "QUANTILES"}},
+        "architecture": None,
+        "dataset": {"repo_id": "me/robot", "root": str(root), "episodes": None},
+        "tokenizer": {"directory": str(root / "no_tokenizer")},
+        "train": {"batch_size": 4},
+        "packing": {"name": "none"},
+        "attention": {"name": "upstream"},
+        "vision_tokens": {"name": "upstream"},
+        "action_pad": {"name": "host"},
+        "flow_samples": 1,
+    }
+    return {**config, **changes}
+
+
+FAST = {"packing": {"name": "padding_free"}, "attention": {"name": "auto"}, "vision_tokens": {"name": "valid"}}
+
+
+def test_tokens_waste_and_bound_of_a_data_set(write_metadata):
+    root = write_metadata([(30, "Reach"), (70, "Open the door of the cabinet")])
+    plan = plan_training(config_of(root))
+    assert (plan.num_episodes, plan.num_frames) == (2, 100)
+    assert plan.tokens["images"] == 512
+    assert plan.tokens["blank_images"] == 256
+    assert plan.tokens["actions"] == 50
+    assert plan.tokens["prompt"] + plan.tokens["prompt_padding"] == pytest.approx(200)
+    assert plan.waste == pytest.approx((256 + plan.tokens["prompt_padding"]) / 1018)
+    upstream, *_, fast = plan.variants
+    assert (upstream.name, upstream.bound, upstream.images, plan.chosen) == ("upstream", 1.0, 3.0, "upstream")
+    assert (fast.name, fast.images, fast.utilisation) == ("embodix", 2.0, 1.0)
+    assert fast.tokens == pytest.approx(562 + plan.tokens["prompt"])
+    assert fast.bound == fast.real_bound
+    assert 1.7 < fast.bound < 1.9
+    assert fast.memory.total < upstream.memory.total
+
+
+def test_each_task_weighs_by_its_frames(write_metadata):
+    long_task = "Open the door of the cabinet " * 3
+    few = plan_training(config_of(write_metadata([(90, "Reach"), (10, long_task)])))
+    short, long = few.prompts
+    assert short.longest < long.shortest
+    lengths = few.tokens["prompt"] - short.shortest
+    assert 0 < lengths < 0.3 * (long.longest - short.shortest)
+
+
+def test_only_the_chosen_episodes_count(write_metadata):
+    root = write_metadata([(30, "Reach"), (70, "Open the door")])
+    config = config_of(root, dataset={"repo_id": "me/robot", "root": str(root), "episodes": [1]})
+    assert plan_training(config).num_frames == 70
+    config["dataset"]["episodes"] = [1, 7]
+    with pytest.raises(ValueError, match=r"must lie in 0\.\.1; got 7"):
+        plan_training(config)
+
+
+def test_cameras_absent_in_some_episodes_are_blank_there(write_metadata):
+    episodes = [(50, "Reach"), (50, "Reach")]
+    plan = plan_training(config_of(write_metadata(episodes, absent={1: [False, True]})))
+    assert plan.tokens["images"] == 1.5 * 256
+    assert plan.tokens["blank_images"] == 1.5 * 256
+    assert plan.variants[-1].images == 1.5
+
+
+def test_a_choice_of_its_own_is_a_variant_of_its_own(write_metadata):
+    root = write_metadata([(30, "Reach")])
+    plan = plan_training(config_of(root, packing={"name": "padding_free"}, attention={"name": "segment_gemm"}))
+    assert plan.chosen == "this config"
+    assert plan.variants[-1].computation.attention == "segment_gemm"
+    named_backend = plan_training(config_of(root, **{**FAST, "attention": {"name": "segment_gemm"}}))
+    assert named_backend.chosen == "this config"
+    assert named_backend.variants[-1].bound == plan_training(config_of(root, **FAST)).variants[3].bound
+
+
+@pytest.mark.parametrize("chunk_size", [1, 10, 50])
+@pytest.mark.parametrize("lengths", [[100], [60, 75, 90], [5, 8, 200]])
+def test_the_padded_action_share_is_exact(lengths, chunk_size):
+    steps = [frame + offset >= n for n in lengths for frame in range(n) for offset in range(chunk_size)]
+    assert padded_action_share(lengths, chunk_size) == pytest.approx(np.mean(steps))
+    if min(lengths) >= chunk_size:
+        assert padded_action_share(lengths, chunk_size) == pytest.approx((chunk_size - 1) / (2 * np.mean(lengths)))
+
+
+def test_state_numbers_follow_the_normalisation_that_training_applies():
+    texts = []
+
+    def record(text: str) -> int:
+        texts.append(text)
+        return 10
+
+    assert prompt_lengths("open_the\ndoor", STATE, "QUANTILES", record, 200) == {10: pytest.approx(1.0)}
+    assert texts[0] == "Task: open the door, State: 0 0;\nAction: "
+    assert texts[1] == "Task: open the door, State: 64 25;\nAction: "
+    assert texts[4].endswith("State: 255 255;\nAction: ")
+    edges = np.linspace(-1, 1, 257)[:-1]
+    texts.clear()
+    prompt_lengths("x", {"q50": [-1.5, -0.3, 0.0, 0.7]}, "IDENTITY", record, 200)
+    expected = np.digitize([-1.5, -0.3, 0.0, 0.7], edges) - 1
+    assert " ".join(map(str, expected)) in texts[2]
+    assert prompt_lengths("x", STATE, "QUANTILES", lambda text: 999, 200) == {200: pytest.approx(1.0)}
+
+
+def test_prompt_lengths_are_those_that_upstream_tokenizes(demonstrations):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+    from lerobot.policies.pi05.configuration_pi05 import PI05Config
+    from lerobot.policies.pi05.processor_pi05 import make_pi05_pre_post_processors
+
+    from embodix.data.tokenizer import offline_tokenizer
+
+    dataset = LeRobotDataset("embodix/metaworld", root=demonstrations)
+    with offline_tokenizer(demonstrations / "tokenizer"):
+        preprocess, _ = make_pi05_pre_post_processors(PI05Config(device="cpu"), dataset.meta.stats)
+        frames = [dataset[index] for index in range(0, len(dataset), 5)]
+        masks = [preprocess(frame)["observation.language.attention_mask"] for frame in frames]
+    tokenized = [int(mask.sum()) for mask in masks]
+    plan = plan_training(config_of(demonstrations, tokenizer={"directory": str(demonstrations / "tokenizer")}))
+    assert "counted with the tokenizer" in plan.prompt_source
+    assert plan.tokens["prompt"] == pytest.approx(np.mean(tokenized), abs=1.5)
+    assert min(prompt.shortest for prompt in plan.prompts) <= min(tokenized) + 3
+
+
+def test_without_a_tokenizer_the_plan_says_that_it_estimates(write_metadata):
+    plan = plan_training(config_of(write_metadata([(30, "Reach")])))
+    assert "estimates" in plan.prompt_source
+    count, _ = token_counter("nowhere")
+    words, digits, marks = 4, 5, 6  # marks: three colons, a comma, a semicolon, a line end
+    assert count("Task: Reach, State: 12 255;\nAction: ") == 1 + words + digits + marks
+
+
+def test_bounds_of_a_comparison_name_the_real_size(write_metadata):
+    root = write_metadata([(30, "Reach")])
+    small = {"architecture": SMALL, "policy": {"image_resolution": [28, 28], "chunk_size": 6, "empty_cameras": 1}}
+    configs = {"upstream": config_of(root, **small), "embodix": config_of(root, **small, **FAST)}
+    bounds = speed_bounds(configs, "upstream")
+    assert list(bounds) == ["embodix"]
+    assert bounds["embodix"].this_size > 2
+    prompt = plan_training(configs["upstream"]).tokens["prompt"]
+    real = flop_bound(sizes_of({}), {Sample(2, 1, round(prompt)): 1}, EMBODIX)
+    assert bounds["embodix"].real_size == pytest.approx(real, rel=0.01)
+    assert "2 cameras and 1 blank" in bounds["embodix"].basis
+    at_real_size = {name: config_of(root, **groups) for name, groups in (("upstream", {}), ("embodix", FAST))}
+    assert speed_bounds(at_real_size, "upstream")["embodix"].real_size is None
+
+
+def test_cameras_are_matched_to_the_slots_of_the_policy(write_metadata):
+    root = write_metadata([(30, "Reach")])
+    slots = {name: {"type": "VISUAL", "shape": [3, 56, 56]} for name in ("observation.images.front", "a", "b")}
+    policy = {"type": "pi05", "input_features": slots, "empty_cameras": 1}
+    config = config_of(root, policy=policy, rename_map={"observation.images.gripper": "a"})
+    facts = read_dataset_facts(config["dataset"])
+    present, blank = camera_slots(config, facts)
+    assert present == ["observation.images.front", "a"]
+    assert blank == ["b", "observation.images.empty_camera_0"]
+    with pytest.raises(ValueError, match=r"gripper of the data set is in no slot.*front, a, b.*front, .*gripper"):
+        camera_slots(config_of(root, policy=policy), facts)
+
+
+def test_what_is_missing_is_named(tmp_path, write_metadata):
+    with pytest.raises(ValueError, match=r"has no meta/info\.json.*lerobot data metaworld"):
+        plan_training(config_of(tmp_path / "absent"))
+    root = write_metadata([(30, "Reach")])
+    (root / "meta" / "tasks.parquet").unlink()
+    with pytest.raises(ValueError, match=r"no meta/tasks\.parquet"):
+        plan_training(config_of(root))
