@@ -114,6 +114,20 @@ def test_tokens_images_pads_and_flops_are_means_a_sample(comparison):
     assert report.pairs[0].flop_ratio == pytest.approx(2.07)
 
 
+def test_an_unchanged_baseline_takes_its_counts_from_a_variant_on_the_same_samples(comparison):
+    path = comparison / "variants" / "upstream" / "steps.jsonl"
+    records = read_steps(path)
+    path.unlink()
+    for record in records:
+        append_step(path, dataclasses.replace(record, tokens=None, action_valid=None, action_total=None))
+    base = compare_runs(read_variants(comparison)).variants[0]
+    assert (base.tokens_computed, base.tokens_valid, base.images_computed) == (1018, 617, 3)
+    assert base.utilisation == pytest.approx(617 / 1018)
+    assert base.action_pad_share == pytest.approx(180 / 800)
+    append_step(path, dataclasses.replace(records[-1], step=61, tokens=None))
+    assert compare_runs(read_variants(comparison)).variants[0].tokens_computed is None
+
+
 def test_the_small_ratio_never_stands_for_the_large_model(comparison):
     report = compare_runs(read_variants(comparison), bounds={"embodix": BOUND})
     figures = {item.label: item for item in verdicts(report, report.pairs[0])}

@@ -11,8 +11,9 @@ import jinja2
 from markupsafe import Markup
 
 from embodix.report import plots, wording
-from embodix.report.compare import CompareReport, PairSummary, VariantSummary
+from embodix.report.compare import CompareReport, PairSummary
 from embodix.report.steps import PHASES
+from embodix.report.summary import VariantSummary
 
 
 def render_html(report: CompareReport) -> str:

@@ -121,6 +121,9 @@ def loss_differences(report: CompareReport) -> str:
             ha="right",
             color=_MUTED,
         )
+        if any(value == 0 for _, _, points in series for _, value in points):
+            axes.annotate("bit-equal", (0, floor), xycoords=("axes fraction", "data"), xytext=(2, 4),
+                          textcoords="offset points", color=_MUTED)  # fmt: skip
         axes.set(xlabel="step", ylabel="relative difference", yscale="log")
         axes.set_ylim(floor / 2, max([*positive, tolerance]) * 10)
         _whole_steps(axes)

@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from embodix.report import wording
-from embodix.report.compare import CompareReport, VariantSummary
+from embodix.report.compare import CompareReport
 from embodix.report.steps import PHASES
+from embodix.report.summary import VariantSummary
 
 _SHORT_LIST = ("speed ratio", "FLOP bound", "samples/s, wall clock", "final loss", "largest loss difference", "success")
 

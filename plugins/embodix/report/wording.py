@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from embodix.report.compare import CompareReport, PairSummary, VariantSummary
+from embodix.report.compare import CompareReport, PairSummary
 from embodix.report.evaluation import SuccessRate
+from embodix.report.summary import VariantSummary
 
 PHASE_NAMES = {
     "data_wait": "data wait",
