@@ -108,9 +108,7 @@ def test_it_trains_through_upstream_with_the_losses_of_the_exact_run(environment
     multiple, num_steps = 16, 2
     choices = ["packing=bucketed", f"packing.options.multiple={multiple}", "attention=padded_sdpa"]
     folders = [f"train.output_dir={tmp_path}/theirs", f"hydra.run.dir={tmp_path}/hydra"]
-    overrides = small_run(
-        demonstrations, *choices, output, f"train.steps={num_steps}", f"hydra.run.dir={tmp_path}/hydra"
-    )
+    overrides = small_run(demonstrations, *choices, *folders, f"train.steps={num_steps}")
     result = environment.run("lerobot", "train", *overrides)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     all_theirs = read_steps(tmp_path / "theirs" / "steps.jsonl")
