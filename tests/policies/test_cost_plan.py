@@ -212,7 +212,7 @@ def test_bounds_of_a_comparison_name_the_real_size(write_metadata):
     prompt = plan_training(configs["upstream"]).tokens["prompt"]
     real = flop_bound(sizes_of({}), {Sample(2, 1, round(prompt)): 1}, EMBODIX)
     assert bounds["embodix"].real_size == pytest.approx(real, rel=0.01)
-    assert "2 cameras and 1 blank" in bounds["embodix"].basis
+    assert "2 real and 1 blank cameras" in bounds["embodix"].basis
     at_real_size = {name: config_of(root, **groups) for name, groups in (("upstream", {}), ("embodix", FAST))}
     assert speed_bounds(at_real_size, "upstream")["embodix"].real_size is None
 

@@ -145,7 +145,7 @@ def speed_bounds(configs: Mapping[str, Mapping[str, Any]], baseline: str) -> dic
     base, real = computation_of(config), real_sizes(config["policy"])
     lengths = [prompt.shortest for prompt in prompts] + [prompt.longest for prompt in prompts]
     basis = (
-        f"matrix products of forward and backward, {len(real_cameras)} cameras and {len(blank_cameras)} blank ones, "
+        f"Matrix products of forward and backward for {len(real_cameras)} real and {len(blank_cameras)} blank cameras, "
         f"prompts of {min(lengths)} to {max(lengths)} tokens."
     )
     return {
