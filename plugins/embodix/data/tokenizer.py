@@ -9,15 +9,23 @@ Plain `lerobot-eval` and `lerobot-train` find it through the environment::
     HF_HUB_CACHE=<data set>/tokenizer/hub HF_HUB_OFFLINE=1 lerobot-eval --policy.path=...
 """
 
+from __future__ import annotations
+
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embodix.data.recording_stage import write_json
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 HUB_ID = "google/paligemma-3b-pt-224"  # lerobot/policies/pi05/processor_pi05.py
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
+BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 SNAPSHOT = "embodix"
 SPACE = "\u2581"
 
@@ -88,44 +96,40 @@ def offline_tokenizer(folder: str | Path) -> Iterator[Path]:
                 os.environ[name] = value
 
 
-def _train(instructions: Sequence[str], vocab_size: int) -> "Tokenizer":  # noqa: F821
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        processors,
-        trainers,
-    )
+def _train(instructions: Sequence[str], vocab_size: int) -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors, trainers
 
-    _, _, bos, unk = SPECIAL_TOKENS
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     alphabet = sorted({SPACE, "\n", *map(chr, range(33, 127))})
-    smallest = len(SPECIAL_TOKENS) + len(byte_tokens) + len(alphabet)
+    smallest = len(SPECIAL_TOKENS) + len(BYTE_TOKENS) + len(alphabet)
     if vocab_size < smallest:
         raise ValueError(f"`vocab_size` must be at least {smallest} (special tokens, bytes, ASCII), got {vocab_size}.")
-    tokenizer = Tokenizer(models.BPE(unk_token=unk, byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\d|[^\w\s" + SPACE + r"]|\n"), "isolated"),
-            pre_tokenizers.Split(SPACE, "merged_with_next"),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[*SPECIAL_TOKENS, *byte_tokens],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
+    trained = _split_like_gemma(Tokenizer(models.BPE()))
     prompts = [f"Task: {instruction}, State: 0 1 2 3 4 5 6 7 8 9 -1;\nAction: " for instruction in instructions]
-    tokenizer.train_from_iterator(prompts, trainer)
+    num_reserved = len(SPECIAL_TOKENS) + len(BYTE_TOKENS)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - num_reserved, initial_alphabet=alphabet, show_progress=False)
+    trained.train_from_iterator(prompts, trainer)
+    model = json.loads(trained.to_str())["model"]
+    vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *BYTE_TOKENS])}
+    vocab |= {token: index + num_reserved for token, index in model["vocab"].items()}
+    merges = [tuple(merge) for merge in model["merges"]]
+    _, _, bos, unk = SPECIAL_TOKENS
+    bpe = models.BPE(vocab=vocab, merges=merges, unk_token=unk, byte_fallback=True, fuse_unk=True)
+    tokenizer = _split_like_gemma(Tokenizer(bpe))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocab[bos])]
     )
     tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _split_like_gemma(tokenizer: Tokenizer) -> Tokenizer:
+    """Words keep the space before them; digits, punctuation and line ends stand alone."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    alone = Regex(r"\d|[^\w\s" + SPACE + r"]|\n")
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(alone, "isolated"), pre_tokenizers.Split(SPACE, "merged_with_next")]
+    )
     return tokenizer

@@ -6,7 +6,7 @@ Registered as ``env.type=embodix_metaworld``; upstream's own `make_env`, `eval_p
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -43,13 +43,15 @@ class MetaWorldEnv(gym.Env):
     Observations are ``pixels`` (a uint8 image (image_size, image_size, 3) for each camera) and ``agent_pos``
     (float32 (4,)). An episode ends with its first success or after `episode_length` steps. `info["is_success"]`
     says which. `reset(seed=s)` gives the goal and objects of that seed; without a seed, the next ones of its stream.
+    Images are rendered in every `render_every`-th step of an episode and repeated between: a policy that executes
+    chunks of `render_every` actions looks only then, and rendering is most of a step's cost.
     `seeded_episodes` lists the outcomes of the episodes that had a seed, in the order in which they ended.
 
     Raises:
         ValueError: unknown task or camera, or a task without instruction.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": FPS}
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": FPS}  # noqa: RUF012 (typed by gymnasium)
     render_mode = "rgb_array"
 
     def __init__(
@@ -59,7 +61,10 @@ class MetaWorldEnv(gym.Env):
         image_size: int = 56,
         episode_length: int = 150,
         instruction: str | None = None,
+        render_every: int = 1,
     ) -> None:
+        if render_every < 1:
+            raise ValueError(f"`render_every` must be at least 1 step, got {render_every}.")
         self.task = task
         self.task_description = instruction if instruction is not None else instruction_for(task)
         self._max_episode_steps = episode_length  # the name that lerobot_eval.rollout asks for
@@ -72,6 +77,8 @@ class MetaWorldEnv(gym.Env):
             }
         )
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_DIM,), np.float32)
+        self._render_every = render_every
+        self._images: dict[str, np.ndarray] = {}
         self.seeded_episodes: list[SeededEpisode] = []
         self._seed: int | None = None
         self._num_steps = 0
@@ -104,7 +111,9 @@ class MetaWorldEnv(gym.Env):
         self._scene.close()
 
     def _observe(self, raw_observation: np.ndarray) -> dict[str, Any]:
-        return {"pixels": self._scene.render(), "agent_pos": robot_state(raw_observation)}
+        if self._num_steps % self._render_every == 0:
+            self._images = self._scene.render()
+        return {"pixels": self._images, "agent_pos": robot_state(raw_observation)}
 
 
 @EnvConfig.register_subclass("embodix_metaworld")
@@ -118,6 +127,7 @@ class EmbodixMetaworldConfig(EnvConfig):
     image_size: int = 56
     episode_length: int = 150
     instruction: str | None = None
+    render_every: int = 1
 
     def __post_init__(self) -> None:
         check_cameras(self.cameras)
@@ -152,9 +162,12 @@ class EmbodixMetaworldConfig(EnvConfig):
             "image_size": self.image_size,
             "episode_length": self.episode_length,
             "instruction": self.instruction,
+            "render_every": self.render_every,
         }
 
 
 # Without gymnasium's wrappers: they hide `task_description` from add_envs_task (lerobot/envs/utils.py), and the
 # policy would get an empty instruction.
-gym.register(GYM_ID, entry_point=MetaWorldEnv, order_enforce=False, disable_env_checker=True)
+gym.register(
+    GYM_ID, entry_point="embodix.evaluation.metaworld:MetaWorldEnv", order_enforce=False, disable_env_checker=True
+)

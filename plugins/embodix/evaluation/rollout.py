@@ -80,7 +80,8 @@ def evaluate_policy(
 ) -> Evaluation:
     """Run a policy on the episodes of seeds `start_seed` .. `start_seed + num_episodes - 1`.
 
-    The same seeds give the same result: the policy's own noise is seeded with `start_seed`.
+    The same seeds give the same result: the policy's own noise is seeded with `start_seed`. Frames that the policy
+    never looks at, because it is executing a chunk of actions, are not rendered.
 
     Args:
         policy, preprocessor, postprocessor: as LeRobot's factories make them.
@@ -93,6 +94,7 @@ def evaluate_policy(
     """
     if num_episodes < 1 or num_episodes % num_envs:
         raise ValueError(f"num_episodes must be a positive multiple of num_envs={num_envs}, got {num_episodes}.")
+    env = replace(env, render_every=getattr(policy.config, "n_action_steps", 1))
     envs = make_env(env, n_envs=num_envs)
     try:
         vector_env = envs[env.type][0]
