@@ -112,6 +112,7 @@ def test_every_remedy_saves_and_exact_ones_come_first():
         "policy.train_expert_only=true",
     }
     assert all(remedy.total < before for remedy in found)
+    assert [remedy.setting for remedy in found[:2]] == ["+plugin=embodix", "policy.gradient_checkpointing=true"]
     assert [remedy.exact for remedy in found] == [True, True, False, False, False]
     totals = [remedy.total for remedy in found if not remedy.exact]
     assert totals == sorted(totals)

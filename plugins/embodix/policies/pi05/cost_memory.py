@@ -116,7 +116,8 @@ def activation_bytes(
 def remedies(
     sizes: Pi05Sizes, samples: Sequence[Sample], computation: Computation, *, dtype: str, checkpointing: bool
 ) -> list[Remedy]:
-    """Ways to need less memory that are not in use yet: exact ones first, each by what it saves alone."""
+    """Ways to need less memory that are not in use yet: exact ones first, the free one before the one that costs time,
+    then those that change training, by what each saves alone."""
     now = {"dtype": dtype, "checkpointing": checkpointing}
     fast = Computation("padding_free", "auto", "valid", computation.flow_samples)
     found = []
@@ -141,7 +142,9 @@ def remedies(
         total = estimate_memory(_expert_only(sizes), samples, computation, **now).total
         found.append(Remedy("policy.train_expert_only=true", "the vision-language model is not trained", total, False))
     before = estimate_memory(sizes, samples, computation, **now).total
-    return sorted((r for r in found if r.total < before), key=lambda remedy: (not remedy.exact, remedy.total))
+    saving = [remedy for remedy in found if remedy.total < before]
+    costly = sorted((remedy for remedy in saving if not remedy.exact), key=lambda remedy: remedy.total)
+    return [remedy for remedy in saving if remedy.exact] + costly
 
 
 def _expert_only(sizes: Pi05Sizes) -> Pi05Sizes:
