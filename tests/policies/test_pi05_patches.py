@@ -40,6 +40,9 @@ def test_sizes_reach_every_module_and_upstream_is_put_back():
     assert policy.config.type == "pi05"
 
 
+FOUR_HEADS = changed("language", num_heads=4)
+
+
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that needs a CUDA device, in one run of a few minutes.
+
+1. Every CUDA attention backend against dense fp32 attention (outputs and gradients) at π0.5's and SigLIP's head sizes,
+   with its time for one π0.5 layer.
+2. π0.5 in bf16, reduced and real size, packed against upstream: loss, gradients and time of forward + backward, and
+   peak memory.
+
+    python benchmarks/gpu_check.py --output benchmarks/results
+
+Without a CUDA device it says so, writes a record marked as unmeasured, and exits with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import provenance
+from torch import nn
+
+from embodix.attention import Segments
+from embodix.attention.backend import AttentionBackend
+from embodix.attention.cuda import FlashAttention2, FlashAttention4, Flex, TorchVarlen
+from embodix.attention.reference import reference_attention
+from embodix.attention.segment import SegmentSdpa
+from embodix.packing.packers import PaddingFreePacker
+from embodix.policies.pi05.wrapper import Pi05Wrapper
+from embodix.policies.settings import FastPathSettings
+from embodix.testing.errors import compare_gradients, gradients_of, relative_error
+from embodix.testing.pi05 import meta_pi05, random_batch, randomise_adaptive_norms, small_pi05
+
+BACKENDS: tuple[Callable[[], AttentionBackend], ...] = (
+    FlashAttention2,
+    FlashAttention4,
+    TorchVarlen,
+    Flex,
+    SegmentSdpa,
+)
+PROMPT_LENGTHS = (45, 52, 58, 65)
+TIME_LIMIT_SECONDS = 420
+REDUCED = {
+    "vision": {
+        "hidden_size": 288,
+        "intermediate_size": 1076,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "patch_size": 14,
+    },
+    "language": {
+        "width": 512,
+        "depth": 6,
+        "mlp_dim": 4096,
+        "num_heads": 8,
+        "num_kv_heads": 1,
+        "head_dim": 64,
+        "vocab_size": 32144,
+    },
+    "action_expert": {
+        "width": 256,
+        "depth": 6,
+        "mlp_dim": 1024,
+        "num_heads": 8,
+        "num_kv_heads": 1,
+        "head_dim": 64,
+    },
+}
+
+
+def seconds_of(run: Callable[[], Any], repetitions: int = 10) -> float:
+    """Median wall seconds of a call, device included, after two warm-up calls."""
+    for _ in range(2):
+        run()
+    times = []
+    for _ in range(repetitions):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def check_backend(make: Callable[[], AttentionBackend], head_dim: int) -> dict[str, Any]:
+    """Errors against dense fp32 attention and the time of one prefix-LM layer (two calls), forward + backward."""
+    device, backend = torch.device("cuda"), make()
+    row: dict[str, Any] = {"backend": backend.name, "head_dim": head_dim}
+    reason = backend.probe(device, torch.bfloat16, head_dim)
+    if reason:
+        return {**row, "cannot_run": reason}
+    prefix = [512 + length for length in PROMPT_LENGTHS]
+    suffix = [50] * len(prefix)
+    calls = {
+        "prefix": Segments.from_lengths(prefix, prefix, device),
+        "suffix": Segments.from_lengths(suffix, [length + 50 for length in prefix], device),
+    }
+    seconds = 0.0
+    for name, segments in calls.items():
+        generator = torch.Generator(device).manual_seed(0)
+        sizes = [(sum(segments.lengths_q), 8), (sum(segments.lengths_k), 1), (sum(segments.lengths_k), 1)]
+        inputs = [
+            torch.randn(*size, head_dim, generator=generator, device=device, dtype=torch.bfloat16).requires_grad_()
+            for size in sizes
+        ]
+        slope = torch.randn(inputs[0].shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+        def run(call: Callable[..., torch.Tensor], inputs=inputs, slope=slope, segments=segments) -> list[torch.Tensor]:
+            output = call(*inputs, segments)
+            return [output, *torch.autograd.grad(output, inputs, slope.to(output.dtype))]
+
+        pairs = zip(("out", "dq", "dk", "dv"), run(backend), run(reference_attention), strict=True)
+        row[name] = {part: relative_error(got, wanted) for part, got, wanted in pairs}
+        seconds += seconds_of(lambda run=run: run(backend))
+    return {**row, "milliseconds_a_layer": seconds * 1e3}
+
+
+def real_pi05(**config: Any) -> Any:
+    """π0.5 in its real size on the GPU with random weights, drawn there: the host never holds it."""
+    policy = meta_pi05(**config)
+    policy.config.device = "cuda"
+    policy.to_empty(device="cuda")
+    initialise(policy)
+    policy.train()
+    return policy
+
+
+@torch.no_grad()
+def initialise(policy: Any) -> None:
+    """Give every parameter and buffer of a policy without storage a value."""
+    for module in policy.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.normal_(std=0.02)
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        for name, buffer in module.named_buffers(recurse=False):
+            if name == "position_ids":
+                buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
+            else:
+                buffer.copy_(module.compute_default_rope_parameters(module.config, "cpu")[0])
+    randomise_adaptive_norms(policy)
+
+
+def check_policy(policy: Any, backend: AttentionBackend) -> dict[str, Any]:
+    """Packed against upstream on the same policy, batch and random stream."""
+    batch = random_batch(policy, PROMPT_LENGTHS, padded_length=200)
+    batch = {name: value.cuda() for name, value in batch.items()}
+
+    def step() -> float:
+        policy.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        loss, _ = policy.forward(batch)
+        loss.backward()
+        return loss.item()
+
+    runs: dict[str, dict[str, Any]] = {}
+    gradients = {}
+    for name in ("upstream", "fast"):
+        installation = None
+        if name == "fast":
+            installation = Pi05Wrapper().install(policy, FastPathSettings(PaddingFreePacker(), backend))
+        torch.cuda.reset_peak_memory_stats()
+        loss = step()
+        gradients[name] = gradients_of(policy)
+        runs[name] = {"loss": loss, "seconds": seconds_of(step, 5), "peak_bytes": torch.cuda.max_memory_allocated()}
+        if installation is not None:
+            installation.uninstall()
+    comparison = compare_gradients(gradients["fast"], gradients["upstream"])
+    return {
+        **runs,
+        "ratio": runs["upstream"]["seconds"] / runs["fast"]["seconds"],
+        "loss_relative_difference": abs(runs["fast"]["loss"] / runs["upstream"]["loss"] - 1),
+        "gradient_difference_whole": comparison.whole,
+        "gradient_structure_differences": comparison.structure,
+    }
+
+
+def policies(largest_bytes: int) -> dict[str, Callable[[], Any]]:
+    """Sizes that fit this device: three cameras of which one is missing, bf16."""
+    chosen: dict[str, Callable[[], Any]] = {
+        "reduced": lambda: small_pi05(
+            REDUCED,
+            image_size=224,
+            dtype="bfloat16",
+            device="cuda",
+            empty_cameras=1,
+            chunk_size=50,
+            n_action_steps=50,
+            max_action_dim=32,
+            action_dim=7,
+        )
+    }
+    if largest_bytes > 40 * 2**30:
+        chosen["real"] = lambda: real_pi05(dtype="bfloat16", empty_cameras=1)
+    return chosen
+
+
+def run_checks(record: dict[str, Any]) -> None:
+    """All checks, until the time limit."""
+    start = time.monotonic()
+    for make in BACKENDS:
+        for head_dim in (256, 72):
+            record["attention"].append(attempt(lambda make=make, head_dim=head_dim: check_backend(make, head_dim)))
+            print(json.dumps(record["attention"][-1]), flush=True)
+    usable = [
+        row["backend"] for row in record["attention"] if row.get("head_dim") == 256 and "milliseconds_a_layer" in row
+    ]
+    for size, build in policies(torch.cuda.get_device_properties(0).total_memory).items():
+        for make in BACKENDS:
+            if make().name not in usable or time.monotonic() - start > TIME_LIMIT_SECONDS:
+                continue
+            outcome = attempt(lambda build=build, make=make: check_policy(build(), make()))
+            record["pi05"].append({"size": size, "attention": make().name, **outcome})
+            print(json.dumps(record["pi05"][-1]), flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def attempt(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A check's row, or what stopped it: one kernel that fails must not hide the others."""
+    try:
+        return check()
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--allow-dirty", action="store_true", help="measure uncommitted code; marks the result")
+    options = parser.parse_args()
+    record: dict[str, Any] = {
+        "provenance": provenance(allow_dirty=options.allow_dirty),
+        "measured": torch.cuda.is_available(),
+        "attention": [],
+        "pi05": [],
+    }
+    if record["measured"]:
+        run_checks(record)
+    else:
+        record["why_not"] = "no CUDA device"
+        print("gpu_check: no CUDA device; nothing was measured.")
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "gpu_check.json").write_text(json.dumps(record, indent=2) + "\n")
+    failed = [row for row in [*record["attention"], *record["pi05"]] if "failed" in row]
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
