@@ -16,6 +16,7 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,6 +26,7 @@ from embodix.schema import train as train_schema
 
 CONFIG_PACKAGE = "pkg://embodix.hydra_conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
+USER_MISTAKES = (HydraException, OmegaConfBaseException)
 
 
 def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: list[str]) -> int:
@@ -39,7 +41,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     os.environ[FULL_ERROR] = "1"  # Hydra then raises instead of printing and leaving
     try:
         hydra.main(version_base="1.3", config_path=CONFIG_PACKAGE, config_name=config_name)(task)()
-    except (HydraException, OmegaConfBaseException, ValueError, PatchError, FileNotFoundError) as error:
+    except (*USER_MISTAKES, ValueError, PatchError, FileNotFoundError, FileExistsError) as error:
         if wants_traceback:
             raise
         print(f"error: {explain(error, config_name, argv)}", file=sys.stderr)
@@ -66,22 +68,35 @@ def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
     if cause is not None and str(cause).strip() not in message and isinstance(error, HydraException):
         message += f"\n{cause}"
     hints = []
-    if isinstance(error, (HydraException, OmegaConfBaseException)):
+    if isinstance(error, USER_MISTAKES):
         hints = _nearest_hints(config_name, [word for word in argv if "=" in word and not word.startswith("-")])
     return "\n".join([message, *hints])
 
 
-def _nearest_hints(config_name: str, overrides: list[str]) -> list[str]:
-    keys, groups = _known_names(config_name)
+def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
+    overrides = _parsable_overrides(words)
+    keys, groups = _known_names(config_name, overrides)
     hints = []
-    for override in OverridesParser.create().parse_overrides(overrides):
+    for override in overrides:
         name = override.key_or_group
         if name in groups:
             hints += _option_hint(name, str(override.value()), groups[name])
-        elif name not in keys:
+        elif name not in keys and not name.startswith("hydra"):
             nearest = difflib.get_close_matches(name, sorted({*keys, *groups}), n=3)
             hints.append(f"{name!r} is neither a group nor a field of {config_name}; " + _did_you_mean(nearest))
     return hints
+
+
+def _parsable_overrides(words: list[str]) -> list[Override]:
+    """Those that follow Hydra's grammar; for the others Hydra's own message is all there is to say."""
+    parser = OverridesParser.create()
+    parsed = []
+    for word in words:
+        try:
+            parsed += parser.parse_overrides([word])
+        except HydraException:
+            continue
+    return parsed
 
 
 def _option_hint(group: str, value: str, options: list[str]) -> list[str]:
@@ -98,12 +113,13 @@ def _did_you_mean(nearest: list[str]) -> str:
     return f"did you mean {' or '.join(nearest)}?" if nearest else "nothing is near it; --cfg job lists all."
 
 
-def _known_names(config_name: str) -> tuple[list[str], dict[str, list[str]]]:
-    """Every field of the composed default config (dotted), and every group with its options."""
+def _known_names(config_name: str, overrides: list[Override]) -> tuple[list[str], dict[str, list[str]]]:
+    """Every field (dotted) of the config with the options chosen so far, and every group with its options."""
     with hydra.initialize_config_module("embodix.hydra_conf", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         groups = {group: loader.get_group_options(group) for group in loader.list_groups("")}
-        config = hydra.compose(config_name, overrides=[])
+        chosen = [o.input_line for o in overrides if o.value() in groups.get(o.key_or_group, [])]
+        config = hydra.compose(config_name, overrides=[line for line in chosen if line is not None])
     keys: list[str] = []
     _collect_keys(OmegaConf.to_container(config, resolve=False), "", keys)
     return keys, groups
