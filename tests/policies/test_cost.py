@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from embodix.attention.segment import SegmentSdpa
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
@@ -28,6 +27,7 @@ from embodix.policies.pi05.cost_sizes import num_parameters, parameter_groups, s
 from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.pi05 import SMALL_ARCHITECTURE, random_batch, small_pi05
+from embodix.training.flops import flop_counter
 
 REAL = sizes_of({})
 FIELDS = {"image_resolution": (28, 28), "tokenizer_max_length": 24, "chunk_size": 6, "max_action_dim": 8}
@@ -35,27 +35,11 @@ PROMPT = 7
 BATCH = 2
 
 
-def _attention_products(num_products):
-    """torch's counter refuses grouped heads and, on the CPU, knows no SDPA kernel; count its products here."""
-
-    def count(*arguments, out_shape=None, **options):
-        query, key = arguments[num_products // 2 - 1 : num_products // 2 + 1]
-        batch, heads, queries, width = query
-        return num_products * 2 * batch * heads * queries * key[2] * width
-
-    return count
-
-
 def counted_flops(policy, batch) -> tuple[float, float]:
     """Operations of one sample's forward and backward pass by torch's counter."""
-    aten = torch.ops.aten
-    mapping = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention_products(2),
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_products(4),
-    }
-    with FlopCounterMode(display=False, custom_mapping=mapping) as forward:
+    with flop_counter() as forward:
         loss = policy.forward(batch)[0]
-    with FlopCounterMode(display=False, custom_mapping=mapping) as backward:
+    with flop_counter() as backward:
         loss.backward()
     policy.zero_grad()
     return forward.get_total_flops() / BATCH, backward.get_total_flops() / BATCH

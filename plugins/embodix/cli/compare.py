@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from embodix.cli.hydra_app import run_hydra_app
+
+if TYPE_CHECKING:
+    from embodix.report.compare import SpeedBound
+    from embodix.training.side_by_side import Variant
 
 
 def compare_task(cfg: DictConfig) -> None:
@@ -33,7 +36,7 @@ def compare_task(cfg: DictConfig) -> None:
     if cfg.compare.measure_memory:
         for name, memory in measure_memory(variants).items():
             _amend_manifest(output_dir / "variants" / name / "manifest.json", memory)
-    report = write_comparison(output_dir, baseline=variants[0].name)
+    report = write_comparison(output_dir, baseline=variants[0].name, bounds=_bounds(variants))
     print_comparison(report)
     print(f"Report: {output_dir / 'report.html'}")
 
@@ -50,6 +53,16 @@ def _evaluate(session: Any, cfg: DictConfig) -> None:
             f"{session.name}: {evaluation.name}: {evaluation.num_successes}/{len(evaluation.episodes)} on "
             f"{evaluation.task}, 95 % interval {low:.0%} to {high:.0%}"
         )
+
+
+def _bounds(variants: list[Variant]) -> dict[str, SpeedBound]:
+    """The analytic bound of each variant, where the policy's cost is modelled."""
+    from embodix.policies.pi05.cost_plan import speed_bounds
+
+    if any(variant.cfg.policy.type != "pi05" for variant in variants):
+        return {}
+    configs: dict[str, Any] = {v.name: OmegaConf.to_container(v.cfg, resolve=True) for v in variants}
+    return speed_bounds(configs, variants[0].name)
 
 
 def _amend_manifest(path: Path, memory: Any) -> None:

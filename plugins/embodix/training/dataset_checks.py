@@ -46,5 +46,5 @@ def _require_known_cameras(host_cfg: TrainPipelineConfig, features: dict[str, An
     raise ValueError(
         f"Camera {', '.join(sorted(present - expected))} of the dataset is in no slot of the policy. "
         f"Policy slots: {', '.join(sorted(expected))}. Dataset cameras: {', '.join(sorted(present))}. "
-        "Rename with rename_map (dataset key -> policy key), or train with policy.input_features={}."
+        "Rename with +rename_map={<dataset key>: <policy key>}, or train with policy.input_features={}."
     )

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of a step, by torch's counter, with the CPU kernel of SDPA that it does not know."""
+"""Floating-point operations of a step by torch's counter, with what it does not know added.
+
+torch counts no SDPA kernel of the CPU, refuses grouped heads, and passes over the in-place ``addmm_``. Attention is
+counted as the products it stands for: two forward, four backward, whatever a kernel recomputes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-
-
-def _cpu_sdpa_flop(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _cpu_sdpa_backward_flop(
-    grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
+from torch.utils.flop_counter import FlopCounterMode
 
 
 def flop_counter() -> FlopCounterMode:
@@ -25,7 +20,24 @@ def flop_counter() -> FlopCounterMode:
     return FlopCounterMode(
         display=False,
         custom_mapping={
-            aten._scaled_dot_product_flash_attention_for_cpu: _cpu_sdpa_flop,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_sdpa_backward_flop,
+            aten._scaled_dot_product_flash_attention_for_cpu: _attention_products(2),
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_products(4),
+            aten.addmm_: _accumulated_product,
         },
     )
+
+
+def _attention_products(num_products: int) -> Callable[..., int]:
+    """Counts of a kernel called with (query, key, value, ...), or (grad, query, key, value, ...) backward."""
+    first = num_products // 2 - 1
+
+    def count(*arguments: Any, out_shape: Any = None, **options: Any) -> int:
+        query, key = arguments[first : first + 2]
+        batch, heads, queries, head_dim = query
+        return int(num_products * 2 * batch * heads * queries * key[2] * head_dim)
+
+    return count
+
+
+def _accumulated_product(total: Any, left: Any, right: Any, *, out_shape: Any = None, **options: Any) -> int:
+    return int(2 * left[0] * left[1] * right[1])

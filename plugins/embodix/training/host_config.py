@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,14 @@ def host_config_of_checkpoint(config_path: Path, overrides: list[str]) -> TrainP
     Args:
         config_path: a checkpoint's ``train_config.json``.
         overrides: Hydra overrides of this command; ``train.steps=6`` becomes upstream's ``--steps=6``.
+
+    Raises:
+        ValueError: a key upstream does not have (with the nearest match) or a value of the wrong type.
     """
     _register_choices()
     arguments = [argument for override in overrides if (argument := _as_host_argument(override))]
-    host_cfg = TrainPipelineConfig.from_pretrained(config_path, cli_args=arguments)
+    with _explained():
+        host_cfg = TrainPipelineConfig.from_pretrained(config_path, cli_args=arguments)
     host_cfg.resume = True
     return host_cfg
 
@@ -111,19 +116,26 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _decode(fields: Mapping[str, Any]) -> TrainPipelineConfig:
-    try:
+    with _explained():
         decoded = draccus.decode(TrainPipelineConfig, dict(fields))
-    except Exception as error:  # draccus raises several unrelated kinds for a bad value
-        raise ValueError(f"Upstream's config rejects a value: {error}{_nearest(error)}") from error
     assert isinstance(decoded, TrainPipelineConfig)
     return decoded
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn draccus's errors into one kind that names the nearest match."""
+    try:
+        yield
+    except Exception as error:  # draccus raises several unrelated kinds for a bad value
+        raise ValueError(f"Upstream's config rejects a value: {error}{_nearest(error)}") from error
 
 
 def _nearest(error: Exception) -> str:
     """Nearest field names for draccus's 'The fields `x` are not valid for Y'."""
     match = re.search(r"fields? `(?P<fields>[^`]+)` (?:is|are) not valid for (?P<owner>\w+)", str(error))
     if match is None:
-        return ""
+        return _nearest_choice(error)
     owners = [cls for cls in _config_classes(TrainPipelineConfig) if cls.__name__ == match["owner"]]
     known = [f.name for cls in owners for f in dataclasses.fields(cls)]
     hints = [difflib.get_close_matches(name.strip(), known, n=1) for name in match["fields"].split(",")]
@@ -131,13 +143,29 @@ def _nearest(error: Exception) -> str:
     return f" Did you mean {', '.join(names)}?" if names else f" Known fields: {', '.join(known)}."
 
 
-def _config_classes(root: type) -> list[type]:
-    from lerobot.configs.default import DatasetConfig, EvalConfig, PeftConfig, WandBConfig
+def _nearest_choice(error: Exception) -> str:
+    """Nearest and known names for draccus's "Couldn't find a choice class for 'x' in <class y>"."""
+    match = re.search(r"choice class for '(?P<name>[^']+)' in <class '[\w.]*\.(?P<owner>\w+)'", str(error))
+    registry = next((r for r in _registries() if match is not None and r.__name__ == match["owner"]), None)
+    if match is None or registry is None:
+        return ""
+    known = sorted(registry.get_known_choices())
+    nearest = difflib.get_close_matches(match["name"], known, n=1)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    return f"{hint} Known: {', '.join(known)}."
+
+
+def _registries() -> tuple[Any, ...]:
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.envs.configs import EnvConfig
     from lerobot.optim.optimizers import OptimizerConfig
     from lerobot.optim.schedulers import LRSchedulerConfig
 
-    registries = (PreTrainedConfig, EnvConfig, OptimizerConfig, LRSchedulerConfig)
-    choices = [choice for registry in registries for choice in registry.get_known_choices().values()]
+    return PreTrainedConfig, EnvConfig, OptimizerConfig, LRSchedulerConfig
+
+
+def _config_classes(root: type) -> list[type]:
+    from lerobot.configs.default import DatasetConfig, EvalConfig, PeftConfig, WandBConfig
+
+    choices = [choice for registry in _registries() for choice in registry.get_known_choices().values()]
     return [root, DatasetConfig, EvalConfig, PeftConfig, WandBConfig, *choices]

@@ -56,7 +56,6 @@ def compose_variants(settings: DictConfig, overrides: list[str], output_dir: Pat
     common = [o for o in overrides if not o.lstrip("+~").startswith(("compare.", "compare=", "hydra"))]
     variants = []
     for name, own in settings.variants.items():
-        # A group put back on the command line belongs to the fast variant only; the reference stays upstream.
         cfg = compose_train([*common, *own, "step_clock.synchronize=true"])
         cfg.train.output_dir = str(output_dir / "variants" / str(name))
         cfg.train.eval_freq = 0  # evaluated once, after training, on the same seeds
