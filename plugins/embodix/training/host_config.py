@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import draccus
 import lerobot.policies.factory  # noqa: F401  registers upstream's policies as draccus choices
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.utils.import_utils import register_third_party_plugins
 from omegaconf import DictConfig, OmegaConf
@@ -80,26 +81,27 @@ def host_config_of_checkpoint(config_path: Path, overrides: list[str]) -> TrainP
 
     Args:
         config_path: a checkpoint's ``train_config.json``.
-        overrides: Hydra overrides of this command; ``train.steps=6`` becomes upstream's ``--steps=6``.
+        overrides: Hydra overrides of this command; those of upstream's fields (``train.steps=6``) count here.
 
     Raises:
         ValueError: a key upstream does not have (with the nearest match) or a value of the wrong type.
     """
     _register_choices()
-    arguments = [argument for override in overrides if (argument := _as_host_argument(override))]
-    with _explained():
-        host_cfg = TrainPipelineConfig.from_pretrained(config_path, cli_args=arguments)
+    fields = OmegaConf.create(json.loads(config_path.read_text()))
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = _host_key(override.key_or_group)
+        if key is not None:
+            OmegaConf.update(fields, key, override.value(), force_add=True)
+    host_cfg = _decode(_plain(fields))
     host_cfg.resume = True
     return host_cfg
 
 
-def _as_host_argument(override: str) -> str | None:
-    key, _, value = override.lstrip("+").partition("=")
+def _host_key(key: str) -> str | None:
+    """Where upstream's config holds a field of ours; None for what is not upstream's, or a whole group."""
     if key.startswith("train."):
-        return f"--{key.removeprefix('train.')}={value}"
-    if re.match(r"(policy|dataset|env|eval|optimizer|scheduler)\.", key):
-        return f"--{key}={value}"
-    return None
+        return key.removeprefix("train.")
+    return key if re.match(r"(policy|dataset|env|eval|optimizer|scheduler)\.", key) else None
 
 
 def _register_choices() -> None:
@@ -116,19 +118,12 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _decode(fields: Mapping[str, Any]) -> TrainPipelineConfig:
-    with _explained():
-        decoded = draccus.decode(TrainPipelineConfig, dict(fields))
-    assert isinstance(decoded, TrainPipelineConfig)
-    return decoded
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Turn draccus's errors into one kind that names the nearest match."""
     try:
-        yield
+        decoded = draccus.decode(TrainPipelineConfig, dict(fields))
     except Exception as error:  # draccus raises several unrelated kinds for a bad value
         raise ValueError(f"Upstream's config rejects a value: {error}{_nearest(error)}") from error
+    assert isinstance(decoded, TrainPipelineConfig)
+    return decoded
 
 
 def _nearest(error: Exception) -> str:
