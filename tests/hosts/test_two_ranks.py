@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two gloo ranks on the CPU: the same losses as upstream's own DDP run, masked losses normalised over both ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from embodix.report.steps import read_steps
+from embodix.testing.errors import compare_gradients, gradients_of
+from embodix.testing.host_runs import small_run
+from embodix.testing.pi05 import small_pi05, upstream_losses
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).with_name("run_two_ranks.py")
+NUM_STEPS = 4
+
+
+def _torchrun(*command: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
+    done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=400, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def _overrides(root: Path, folder: Path, *more: str) -> list[str]:
+    return small_run(root, f"train.steps={NUM_STEPS}", f"train.output_dir={folder}/run", *more)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(demonstrations: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks computed in upstream's own DDP run and in a masked step."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    _torchrun(str(SCRIPT), str(folder), *_overrides(demonstrations, folder))
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_two_ranks", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("plugin", ["none", "embodix"])
+def test_losses_are_those_of_upstreams_own_ddp_run(
+    demonstrations: Path, tmp_path: Path, two_ranks: list[dict[str, Any]], plugin: str
+) -> None:
+    overrides = _overrides(demonstrations, tmp_path, f"+plugin={plugin}", f"hydra.run.dir={tmp_path}/hydra")
+    _torchrun("-m", "embodix", "train", *overrides)
+    records = read_steps(tmp_path / "run" / "steps.jsonl")
+    upstream = two_ranks[0]["upstream"]
+    assert upstream != two_ranks[1]["upstream"]
+    assert [record.num_samples for record in records] == [6] * NUM_STEPS
+    losses = [record.loss for record in records]
+    if plugin == "none":
+        assert losses == upstream
+    else:
+        assert losses[0] == pytest.approx(upstream[0], rel=1e-6)
+        assert losses == pytest.approx(upstream, rel=1e-5)
+
+
+def test_masked_loss_is_normalised_by_the_count_of_both_ranks(
+    two_ranks: list[dict[str, Any]], script: ModuleType
+) -> None:
+    """Reference: upstream's unreduced losses of both batches in one process, over the number of valid elements."""
+    policy = small_pi05()
+    action_dim = policy.config.output_features["action"].shape[0]
+    total, count = torch.zeros(()), 0
+    for rank in (0, 1):
+        batch = script.masked_batch(policy, rank)
+        torch.manual_seed(100 + rank)
+        valid = ~batch["action_is_pad"]
+        total = total + upstream_losses(policy, batch)[..., :action_dim][valid].sum()
+        count += int(valid.sum()) * action_dim
+    loss = total / count
+    loss.backward()
+
+    masked = [ranks["masked"] for ranks in two_ranks]
+    assert sum(result["loss"] for result in masked) / 2 == pytest.approx(loss.item(), rel=1e-6)
+    wanted = gradients_of(policy)
+    for result in masked:
+        got = result["gradients"]  # DDP gives zeros to parameters that no rank used
+        unused = [got[name] for name in wanted if wanted[name] is None and got[name] is not None]
+        assert not any(gradient.any() for gradient in unused)
+        used = [name for name, gradient in wanted.items() if gradient is not None]
+        comparison = compare_gradients({name: got[name] for name in used}, {name: wanted[name] for name in used})
+        assert comparison.worst <= 1e-5, comparison
