@@ -17,6 +17,7 @@ from embodix.data.metaworld import MANIFEST_FILE, episodes_of_task, read_manifes
 from embodix.data.metaworld_expert import demonstrate
 from embodix.data.metaworld_scene import MetaWorldScene
 from embodix.data.recording_stage import RecordingStage
+from embodix.data.tokenizer import offline_tokenizer
 
 TASKS = ("reach-v3", "button-press-topdown-v3")
 
@@ -184,6 +185,25 @@ def test_missing_cameras_are_blank_and_marked(tmp_path, small_settings):
             assert bool(frame[f"observation.images.{camera}"].any()) == (camera != absent)
 
 
+def test_the_camera_mask_reaches_the_policy(tmp_path, small_settings, recorded):
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.pi05.configuration_pi05 import PI05Config
+    from lerobot.policies.pi05.processor_pi05 import make_pi05_pre_post_processors
+    from torch.utils.data import default_collate
+
+    settings = small_settings(tmp_path / "dataset", tasks=TASKS[:1], episodes_per_task=2, missing_camera_fraction=0.5)
+    dataset = LeRobotDataset("embodix/metaworld", root=record_metaworld(settings).root)
+    config = PI05Config(
+        device="cpu",
+        input_features={"observation.state": PolicyFeature(FeatureType.STATE, (4,))},
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (4,))},
+    )
+    batch = default_collate([dataset[0], dataset[len(dataset) - 1]])
+    with offline_tokenizer(recorded.tokenizer):
+        preprocess, _ = make_pi05_pre_post_processors(config, dataset.meta.stats)
+        assert torch.equal(preprocess(batch)["camera_is_pad"], batch["camera_is_pad"])
+
+
 def test_quantiles_are_those_of_all_frames(recorded):
     stats = json.loads((recorded.root / "meta" / "stats.json").read_text())
     stored = torch.stack([frame["action"] for frame in frames(recorded.root)]).double().numpy()
@@ -198,6 +218,7 @@ def test_quantiles_are_those_of_all_frames(recorded):
     [
         ({"tasks": ("reach",)}, "Tasks must be MetaWorld's, got \\['reach'\\]"),
         ({"cameras": ("front", "wrist")}, "Cameras must be different names of MetaWorld views"),
+        ({"cameras": ("front", "lerobot_front")}, "a camera of its own"),
         ({"tasks": ("hammer-v3",)}, "hammer-v3' has none"),
         ({"episodes": {"hammer-v3": 2}}, "not in `tasks`"),
         ({"storage": "gif"}, "'image' or 'video'"),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import draccus
 import numpy as np
 import pytest
@@ -15,6 +17,11 @@ from embodix.data.metaworld_scene import CAMERA_VIEWS, MetaWorldScene
 from embodix.evaluation.metaworld import EmbodixMetaworldConfig, MetaWorldEnv
 
 TASK = "button-press-topdown-v3"
+
+
+@dataclass
+class Holder:
+    env: EnvConfig
 
 
 @pytest.fixture
@@ -125,7 +132,8 @@ def test_draccus_knows_the_environment():
     decoded = draccus.decode(EnvConfig, {"type": "embodix_metaworld", "task": "reach-v3", "cameras": ["front"]})
     assert isinstance(decoded, EmbodixMetaworldConfig)
     assert (decoded.task, decoded.cameras) == ("reach-v3", ["front"])
-    assert EnvConfig.get_choice_name(type(decoded)) == "embodix_metaworld"
+    assert draccus.encode(Holder(decoded))["env"]["type"] == "embodix_metaworld"
+    assert draccus.decode(Holder, draccus.encode(Holder(decoded))).env == decoded
 
 
 @pytest.mark.parametrize(

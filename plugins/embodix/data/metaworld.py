@@ -11,6 +11,7 @@ import multiprocessing
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def image_key(camera: str) -> str:
 
 
 def record_metaworld(settings: RecordSettings) -> RecordedDataset:
-    """Record, continue or reuse the data set of `settings`.
+    """Record, continue or reuse the data set of `settings`, and print what there is.
 
     The same settings give the same episodes, to the bit, whatever the number of workers.
 
@@ -70,7 +71,15 @@ def record_metaworld(settings: RecordSettings) -> RecordedDataset:
         RuntimeError: nothing renders on this machine, or an expert fails over and over.
     """
     _check(settings)
-    root = Path(settings.root)
+    dataset = _record_or_reuse(Path(settings.root), settings)
+    Console(quiet=not settings.progress).print(
+        f"{'Reused' if dataset.reused else 'Recorded'} {dataset.root}: {dataset.num_episodes} episodes, "
+        f"{dataset.num_frames} frames ({dataset.num_failed} failed attempts were drawn again)"
+    )
+    return dataset
+
+
+def _record_or_reuse(root: Path, settings: RecordSettings) -> RecordedDataset:
     if root.exists() and any(root.iterdir()):
         return _reuse(root, settings)
     stage = RecordingStage(root.with_name(root.name + ".recording"), settings)
@@ -227,7 +236,8 @@ def _write_dataset(folder: Path, stage: RecordingStage, settings: RecordSettings
     plan = _planned_episodes(settings)
     missing = _missing_cameras(settings, len(plan))
     episodes = []
-    with Progress(*Progress.get_default_columns(), console=Console(quiet=not settings.progress)) as progress:
+    console = Console(quiet=not settings.progress)
+    with _no_bar_per_episode(), Progress(*Progress.get_default_columns(), console=console) as progress:
         for index in progress.track(range(len(plan)), description="Writing the data set"):
             task, episode = plan[index]
             demonstration = stage.load(task, episode)
@@ -249,6 +259,20 @@ def _write_dataset(folder: Path, stage: RecordingStage, settings: RecordSettings
     dataset.finalize()
     _write_exact_quantiles(folder, stage, plan)
     return {"settings": settings.dataset_settings(), "episodes": episodes}
+
+
+@contextmanager
+def _no_bar_per_episode() -> Iterator[None]:
+    """Without the bar that Hugging Face `datasets` draws for every episode it embeds images of."""
+    import datasets
+
+    were_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()
 
 
 def _write_episode(
