@@ -10,6 +10,7 @@ import atexit
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -157,15 +158,17 @@ def _make_renderer(model: Any, image_size: int) -> Any:
     for flag in ("SHADOW", "REFLECTION", "SKYBOX", "HAZE"):
         renderer.scene.flags[getattr(mujoco.mjtRndFlag, f"mjRND_{flag}")] = 0
     _renderers.add(renderer)
+    _close_renderers_at_exit()
     return renderer
 
 
-# A renderer that outlives its scene's close() is freed before the interpreter takes EGL's functions down; MuJoCo's own
-# finalizer would then fail and print a traceback after the last line of a run.
 _renderers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-@atexit.register
-def _close_renderers() -> None:
-    for renderer in list(_renderers):
-        renderer.close()
+@cache
+def _close_renderers_at_exit() -> None:
+    """Free at exit what no close() freed: MuJoCo's own finalizer comes too late and prints a traceback.
+
+    MuJoCo ends EGL at exit itself. Exit functions run last in, first out, so this is registered after MuJoCo's.
+    """
+    atexit.register(lambda: [renderer.close() for renderer in list(_renderers)])
