@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.attention import Segments, folded_gemm
+from embodix.attention import Segments, folded_gemm, segment
 from embodix.attention.cuda import FlashAttention2, FlashAttention4, Flex, TorchVarlen
 from embodix.attention.reference import reference_attention
-from embodix.attention.segment import GEMM_FASTER_BELOW, SegmentAuto, SegmentGemm, SegmentSdpa
+from embodix.attention.segment import SegmentAuto, SegmentGemm, SegmentSdpa
+from embodix.attention.segments import PaddedRows
 from embodix.testing.errors import relative_error
 
 CPU = [SegmentGemm, SegmentSdpa, SegmentAuto]
@@ -102,17 +103,35 @@ def test_one_segment_instead_of_two_is_noticed():
     assert relative_error(output, reference_attention(*inputs, apart)) > 0.1
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_the_switch_goes_by_segment_length(grouped, monkeypatch):
-    monkeypatch.setitem(GEMM_FASTER_BELOW, (torch.float32, grouped), 6)
-    backend = SegmentAuto()
-    used = []
-    monkeypatch.setattr(backend, "_gemm", lambda q, *_, **__: used.append("gemm") or q)
-    monkeypatch.setattr(backend, "_sdpa", lambda q, *_, **__: used.append("sdpa") or q)
-    for length in (5, 6):
-        segments = Segments.from_lengths((length,), (length,))
-        backend(*packed(segments, 4, 1 if grouped else 4, 8), segments)
-    assert used == ["gemm", "sdpa"]
+@pytest.mark.parametrize(
+    ("lengths", "dtype", "heads", "causal", "wanted"),
+    [
+        ((5, 7), torch.float32, (8, 1), False, "batch"),
+        ((5, 7), torch.float32, (8, 1), True, "sdpa"),
+        ((600, 600), torch.float32, (8, 1), False, "sdpa"),
+        ((5,), torch.bfloat16, (8, 1), False, "gemm"),
+        ((5,), torch.bfloat16, (8, 8), False, "sdpa"),
+        ((256,), torch.bfloat16, (8, 8), False, "gemm"),
+    ],
+)
+def test_the_switch_goes_by_what_was_measured(lengths, dtype, heads, causal, wanted, monkeypatch):
+    backend, used = SegmentAuto(), []
+    for name in ("gemm", "sdpa"):
+        monkeypatch.setattr(backend, f"_{name}", lambda q, *_, name=name, **__: used.append(name) or q)
+    monkeypatch.setattr(segment, "batched_attention", lambda q, *_: used.append("batch") or q)
+    segments = Segments.from_lengths(lengths, lengths)
+    backend(*packed(segments, *heads, 4, dtype), segments, causal=causal)
+    assert used == [wanted]
+
+
+def test_a_batch_without_its_key_mask_is_noticed(monkeypatch):
+    """Mutation twin of the padding mask of batched segments."""
+    segments = Segments.from_lengths((4, 2), (4, 2))
+    inputs = packed(segments, 8, 1, 8)
+    wanted = reference_attention(*inputs, segments)
+    assert relative_error(SegmentAuto()(*inputs, segments), wanted) < 1e-6
+    monkeypatch.setattr(PaddedRows, "additive_mask", lambda self, dtype: torch.zeros(self.valid.shape, dtype=dtype))
+    assert relative_error(SegmentAuto()(*inputs, segments), wanted) > 0.01
 
 
 @pytest.mark.parametrize("backend", [*CPU, *CUDA])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from embodix.attention.backend import dtype_problem, require_packed
 from embodix.attention.folded_gemm import FoldedGemmAttention
+from embodix.attention.segment_batch import batched_attention, fits_one_batch
 from embodix.attention.segments import Segments
 
 
@@ -98,7 +99,7 @@ def _zeros_of(q_NHD: Tensor) -> Tensor:
 
 
 class SegmentAuto:
-    """GEMMs below a segment length, SDPA from there on; the lengths are measured, see ``GEMM_FASTER_BELOW``."""
+    """Short segments in one batch, long ones one by one by GEMMs or SDPA, whichever was measured to be faster."""
 
     name = "segment_auto"
 
@@ -118,15 +119,19 @@ class SegmentAuto:
         causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
+        require_packed(q_NHD, k_MGD, v_MGD, segments)
+        if fits_one_batch(q_NHD, segments, causal=causal):
+            scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
+            return batched_attention(q_NHD, k_MGD, v_MGD, segments, scale)
         grouped = q_NHD.shape[1] != k_MGD.shape[1]
-        limit = GEMM_FASTER_BELOW.get((q_NHD.dtype, grouped), 0)
-        backend = self._gemm if segments.max_k < limit else self._sdpa
+        backend = self._gemm if gemm_is_faster(q_NHD.dtype, grouped, segments.max_k) else self._sdpa
         return backend(q_NHD, k_MGD, v_MGD, segments, causal=causal, scale=scale)
 
 
-# (dtype, grouped heads) -> keys a segment below which the GEMMs win.
-GEMM_FASTER_BELOW: dict[tuple[torch.dtype, bool], int] = {
-    (torch.float32, True): 2048,
-    (torch.bfloat16, True): 1 << 30,
-    (torch.bfloat16, False): 1 << 30,
-}
+# Keys a segment from which bf16 GEMMs win although no heads are folded; benchmarks/attention_segment_length.py.
+UNGROUPED_GEMM_FROM = 256
+
+
+def gemm_is_faster(dtype: torch.dtype, grouped: bool, num_keys: int) -> bool:
+    """GEMMs against SDPA on a CPU, as measured: torch's fused kernel is good in fp32 and poor in bf16."""
+    return dtype == torch.bfloat16 and (grouped or num_keys >= UNGROUPED_GEMM_FROM)

@@ -5,10 +5,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Where packed rows stand when all segments are padded to the longest.
+
+    Attributes:
+        rows: int64 index into the flattened ``[num_segments * longest]`` rows; None when no segment is padded.
+        valid: bool ``[num_segments, longest]``.
+    """
+
+    num_segments: int
+    longest: int
+    rows: Tensor | None
+    valid: Tensor
+
+    @classmethod
+    def from_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> PaddedRows:
+        """The padded layout of packed segments with these lengths."""
+        longest = max(lengths)
+        valid = torch.arange(longest) < torch.tensor(lengths)[:, None]
+        rows = None if min(lengths) == longest else valid.flatten().nonzero().squeeze(1).to(device)
+        return cls(len(lengths), longest, rows, valid.to(device))
+
+    def additive_mask(self, dtype: torch.dtype) -> Tensor:
+        """0 where a row exists and -inf where it does not."""
+        return torch.where(self.valid, 0.0, float("-inf")).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -50,6 +78,16 @@ class Segments:
             max_q=max(lengths_q),
             max_k=max(lengths_k),
         )
+
+    @cached_property
+    def padded_q(self) -> PaddedRows:
+        """The queries' padded layout, made on first use and shared by all layers."""
+        return PaddedRows.from_lengths(self.lengths_q, self.cu_seqlens_q.device)
+
+    @cached_property
+    def padded_k(self) -> PaddedRows:
+        """The keys' padded layout, made on first use and shared by all layers."""
+        return PaddedRows.from_lengths(self.lengths_k, self.cu_seqlens_k.device)
 
 
 def cumulative_lengths(lengths: Sequence[int], device: torch.device | str) -> Tensor:

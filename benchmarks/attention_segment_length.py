@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folded GEMMs and one padded batch against torch SDPA by segment length on a CPU: where ``segment_auto`` switches.
+
+Process CPU time of forward + backward of one layer's prefix attention over about 1024 tokens (two segments at least)
+at π0.5's and a small model's head sizes. A ratio is SDPA's time over the other's: above 1, SDPA is slower.
+
+    python benchmarks/attention_segment_length.py --output benchmarks/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import provenance
+
+from embodix.attention import Segments
+from embodix.attention.segment import SegmentGemm, SegmentSdpa
+from embodix.attention.segment_batch import batched_attention
+
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
+HEADS = {"grouped": (8, 1), "not grouped": (8, 8)}
+
+
+def forward_backward(backend: Any, inputs: list[torch.Tensor], segments: Segments) -> float:
+    """CPU seconds of one call with its gradients."""
+    start = time.process_time()
+    output = backend(*inputs, segments)
+    torch.autograd.grad(output, inputs, output.detach())
+    return time.process_time() - start
+
+
+def batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """All segments in one padded batch."""
+    return batched_attention(q, k, v, segments, q.shape[-1] ** -0.5)
+
+
+def measure(
+    length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, repetitions: int
+) -> dict[str, float]:
+    """Median of SDPA's time over the others' in alternating repetitions; one segment is shorter than the rest."""
+    lengths = (length - 1, *[length] * max(1, 1024 // length - 1))
+    segments = Segments.from_lengths(lengths, lengths)
+    sizes = ((sum(lengths), heads[0]), (sum(lengths), heads[1]), (sum(lengths), heads[1]))
+    inputs = [torch.randn(*size, head_dim).to(dtype).requires_grad_() for size in sizes]
+    backends = {"sdpa": SegmentSdpa(), "gemm": SegmentGemm(), "batch": batch}
+    seconds: dict[str, list[float]] = {name: [] for name in backends}
+    for repetition in range(repetitions + 1):
+        for name, backend in backends.items():
+            taken = forward_backward(backend, inputs, segments)
+            if repetition:
+                seconds[name].append(taken)
+    return {
+        name: statistics.median(s / other for s, other in zip(seconds["sdpa"], seconds[name], strict=True))
+        for name in ("gemm", "batch")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--allow-dirty", action="store_true", help="measure uncommitted code; marks the result")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind, heads in HEADS.items():
+            for head_dim in (32, 256):
+                ratios = {n: measure(n, heads, head_dim, dtype, options.repetitions) for n in LENGTHS}
+                rows.append({"dtype": str(dtype), "heads": kind, "head_dim": head_dim, "sdpa_over": ratios})
+                print(
+                    dtype,
+                    kind,
+                    head_dim,
+                    {n: [round(r, 2) for r in row.values()] for n, row in ratios.items()},
+                    flush=True,
+                )
+    record = {"provenance": provenance(allow_dirty=options.allow_dirty), "results": rows}
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "attention_segment_length.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
