@@ -12,6 +12,11 @@ def train_task(cfg: DictConfig) -> float:
     """Train once and return the mean loss of the last tenth of the steps, the objective of a sweep."""
     from hydra.core.hydra_config import HydraConfig
 
+    from embodix import plugins
+
+    if cfg.strict_plugins:  # before the host is imported, which takes long
+        plugins.registry().require_healthy()
+
     from embodix.training.run import run_training
     from embodix.training.threads import limit_threads_for_launcher
 
