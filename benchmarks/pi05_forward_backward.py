@@ -103,14 +103,21 @@ def forward_backward(policy: Any, batch: dict[str, torch.Tensor]) -> tuple[float
     return loss.item(), time.process_time() - start
 
 
+def _fused_forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Shapes in; grouped key/value heads count once a query head."""
+    return sdpa_flop_count(q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
+
+
+def _fused_backward(slope: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(slope, q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
+
+
 def counted_flops(step: Callable[[], Any]) -> int:
     """FLOPs of a step by torch's counter, the CPU's fused attention included."""
     aten = torch.ops.aten
     fused = {
-        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
-        ),
+        aten._scaled_dot_product_flash_attention_for_cpu: _fused_forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _fused_backward,
     }
     with FlopCounterMode(display=False, custom_mapping=fused) as counter:
         step()
