@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from provenance import provenance
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
@@ -28,6 +27,7 @@ from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients, gradients_of
 from embodix.testing.pi05 import random_batch, small_pi05
+from embodix.training.flops import flop_counter
 
 ONE_EIGHTH: dict[str, dict[str, int]] = {
     "vision": {
@@ -103,23 +103,9 @@ def forward_backward(policy: Any, batch: dict[str, torch.Tensor]) -> tuple[float
     return loss.item(), time.process_time() - start
 
 
-def _fused_forward(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Shapes in; grouped key/value heads count once a query head."""
-    return sdpa_flop_count(q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
-
-
-def _fused_backward(slope: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(slope, q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
-
-
 def counted_flops(step: Callable[[], Any]) -> int:
     """FLOPs of a step by torch's counter, the CPU's fused attention included."""
-    aten = torch.ops.aten
-    fused = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _fused_forward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _fused_backward,
-    }
-    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
+    with flop_counter() as counter:
         step()
     return counter.get_total_flops()
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from lerobot.policies.pi_gemma import PiGemmaRMSNorm
 from transformers.models.gemma.modeling_gemma import apply_rotary_pos_emb
 
+from embodix.policies import functional
 from embodix.policies.functional import GatedGelu, GemmaRmsNorm, Rotate, ZeroGradient
 from embodix.testing.errors import relative_error
 
@@ -40,8 +41,10 @@ def test_rms_norm(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated_gelu(dtype):
-    gate, up = (torch.randn(5, 9).to(dtype).requires_grad_() for _ in range(2))
+@pytest.mark.parametrize("shape", [(5, 9), (2, 5, 9)])
+def test_gated_gelu(dtype, shape, monkeypatch):
+    monkeypatch.setattr(functional, "CACHED_ELEMENTS", 20)
+    gate, up = ((4 * torch.randn(shape)).to(dtype).requires_grad_() for _ in range(2))
     compare(GatedGelu.apply, lambda g, u: F.gelu(g, approximate="tanh") * u, (gate, up), dtype)
 
 
@@ -74,3 +77,16 @@ def test_unused_parameters_get_exact_zeros():
     assert torch.equal(output, used)
     assert unused.grad.tolist() == [0, 0]
     assert used.grad.tolist() == [1, 1, 1]
+
+
+def test_gated_gelu_of_strided_inputs():
+    gate, up = (torch.randn(9, 5).t().requires_grad_() for _ in range(2))
+    compare(GatedGelu.apply, lambda g, u: F.gelu(g, approximate="tanh") * u, (gate, up), torch.float32)
+
+
+def test_gated_gelu_stays_finite_far_out():
+    gate = torch.tensor([[-1e10, -50.0, 0.0, 50.0, 1e10]], requires_grad=True)
+    output = GatedGelu.apply(gate, torch.ones(1, 5))
+    output.sum().backward()
+    assert output.tolist() == [[0, 0, 0, 50, pytest.approx(1e10)]]
+    assert gate.grad.tolist() == [[0, 0, 0.5, 1, 1]]

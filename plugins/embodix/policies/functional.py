@@ -7,6 +7,8 @@ Shape suffixes: N rows, W width, H heads, D head_dim.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,18 +63,35 @@ class GemmaRmsNorm(torch.autograd.Function):
         return grad_NW.to(x_NW.dtype), grad_weight, None
 
 
+# gelu(x) = x * sigmoid(GELU_LINEAR * x + GELU_CUBIC * x**3) is the tanh approximation written with a sigmoid.
+GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
+GELU_CUBIC = 0.044715 * GELU_LINEAR
+# Elements worked on at a time on a CPU, so that several passes stay in its L2 cache.
+CACHED_ELEMENTS = 2**18
+
+
 class GatedGelu(torch.autograd.Function):
-    """``gelu(gate) * up`` with the tanh approximation; the activation is not kept."""
+    """``gelu(gate) * up`` with the tanh approximation; the activation is not kept.
+
+    In fp32 on a CPU torch's sigmoid is several times faster than the tanh inside its gelu, so it is used there.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.gelu(gate, approximate="tanh").mul_(up)
+        if not _prefers_sigmoid(gate):
+            return F.gelu(gate, approximate="tanh").mul_(up)
+        out = gate.new_empty(gate.shape)
+        for gate_c, up_c, out_c in _cached_chunks(gate, up, out):
+            _gelu_sigmoid(gate_c, out=out_c).mul_(gate_c).mul_(up_c)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate, up = ctx.saved_tensors
+        if _prefers_sigmoid(gate):
+            return _gated_gelu_slopes(gate, up, slope)
         grad_gate = grad_up = None
         if ctx.needs_input_grad[0]:
             grad_gate = slope * up
@@ -80,6 +99,33 @@ class GatedGelu(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_up = F.gelu(gate, approximate="tanh").mul_(slope)
         return grad_gate, grad_up
+
+
+def _prefers_sigmoid(gate: Tensor) -> bool:
+    return gate.dtype == torch.float32 and gate.device.type == "cpu"
+
+
+def _cached_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of every tensor, few enough to stay in the cache."""
+    rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+    return zip(*(part.split(max(1, CACHED_ELEMENTS // part.shape[-1])) for part in rows), strict=True)
+
+
+def _gelu_sigmoid(x: Tensor, out: Tensor) -> Tensor:
+    """``sigmoid(GELU_LINEAR * x + GELU_CUBIC * x**3)`` in ``out``."""
+    return torch.mul(x, x, out=out).mul_(GELU_CUBIC).add_(GELU_LINEAR).mul_(x).sigmoid_()
+
+
+def _gated_gelu_slopes(gate: Tensor, up: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``gelu(gate) * up``: d gelu / dx = s + s (1 - s) x (GELU_LINEAR + 3 GELU_CUBIC x**2)."""
+    grad_gate, grad_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    for gate_c, up_c, slope_c, grad_gate_c, grad_up_c in _cached_chunks(gate, up, slope, grad_gate, grad_up):
+        sigmoid = _gelu_sigmoid(gate_c, out=torch.empty_like(gate_c))
+        steep = torch.mul(gate_c, gate_c).mul_(3 * GELU_CUBIC).add_(GELU_LINEAR).mul_(gate_c)
+        torch.addcmul(sigmoid, sigmoid, sigmoid, value=-1, out=grad_gate_c)
+        grad_gate_c.mul_(steep).add_(sigmoid).mul_(up_c).mul_(slope_c)
+        torch.mul(gate_c, sigmoid, out=grad_up_c).mul_(slope_c)
+    return grad_gate, grad_up
 
 
 class Rotate(torch.autograd.Function):
