@@ -180,7 +180,8 @@ def _memory_of(variant: Variant, num_steps: int) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="embodix-memory-") as folder:
         output_dir = Path(folder) / "run"
         own = (f"train.steps={num_steps}", "train.save_checkpoint=false", f"train.output_dir={output_dir}")
-        quiet = ("logging=none", "env=none", f"hydra.run.dir={folder}/hydra", "train.log_freq=0")
+        # Fields, not groups: with another group, fields of env or logging set on the command line would not exist.
+        quiet = ("logging.name=none", "train.eval_freq=0", f"hydra.run.dir={folder}/hydra", "train.log_freq=0")
         command = [sys.executable, "-m", "embodix", "train", *variant.overrides, *own, *quiet]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
