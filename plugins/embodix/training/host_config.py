@@ -50,8 +50,9 @@ def decode_host_config(cfg: DictConfig) -> TrainPipelineConfig:
     Raises:
         ValueError: a key upstream does not have (with the nearest match) or a value of the wrong type.
     """
-    _register_choices()
-    return _decode(host_fields(cfg))
+    fields = host_fields(cfg)
+    _register_choices(fields.get("env"))
+    return _decode(fields)
 
 
 def host_fields(cfg: DictConfig) -> dict[str, Any]:
@@ -86,12 +87,12 @@ def host_config_of_checkpoint(config_path: Path, overrides: list[str]) -> TrainP
     Raises:
         ValueError: a key upstream does not have (with the nearest match) or a value of the wrong type.
     """
-    _register_choices()
     fields = OmegaConf.create(json.loads(config_path.read_text()))
     for override in OverridesParser.create().parse_overrides(overrides):
         key = _host_key(override.key_or_group)
         if key is not None:
             OmegaConf.update(fields, key, override.value(), force_add=True)
+    _register_choices(fields.get("env"))
     host_cfg = _decode(_plain(fields))
     host_cfg.resume = True
     return host_cfg
@@ -104,11 +105,14 @@ def _host_key(key: str) -> str | None:
     return key if re.match(r"(policy|dataset|env|eval|optimizer|scheduler)\.", key) else None
 
 
-def _register_choices() -> None:
-    """Import what registers itself with draccus: upstream's plugins and embodix's environments."""
+def _register_choices(env: Mapping[str, Any] | None) -> None:
+    """Import what registers itself with draccus: upstream's plugins, and the registered environment that is named.
+
+    The others stay unimported, so that one whose simulator is missing stops only the runs that ask for it.
+    """
     register_third_party_plugins()
-    for name in plugins.registry().names("environments"):
-        plugins.resolve("environments", name)
+    if env is not None and env.get("type") in plugins.registry().names("environments"):
+        plugins.resolve("environments", str(env["type"]))
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
