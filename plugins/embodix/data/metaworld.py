@@ -26,9 +26,8 @@ from embodix.data.metaworld_scene import (
     ACTION_DIM,
     ACTION_NAMES,
     FPS,
-    STATE_DIM,
-    STATE_NAMES,
     check_cameras,
+    check_state,
     task_names,
 )
 from embodix.data.recording_stage import EpisodeSummary, RecordingStage, differences, write_json
@@ -126,6 +125,7 @@ def episodes_of_task(root: str | Path, task: str) -> list[int]:
 
 def _check(settings: RecordSettings) -> None:
     check_cameras(settings.cameras)
+    check_state(settings.state)
     select_gl_backend()
     known = task_names()
     unknown = [task for task in settings.tasks if task not in known]
@@ -198,7 +198,11 @@ def _features(settings: RecordSettings) -> dict[str, dict[str, Any]]:
         }
         for camera in settings.cameras
     }
-    features["observation.state"] = {"dtype": "float32", "shape": (STATE_DIM,), "names": list(STATE_NAMES)}
+    features["observation.state"] = {
+        "dtype": "float32",
+        "shape": (len(settings.state),),
+        "names": list(settings.state),
+    }
     features["action"] = {"dtype": "float32", "shape": (ACTION_DIM,), "names": list(ACTION_NAMES)}
     if settings.missing_camera_fraction > 0:
         features[CAMERA_IS_PAD] = {

@@ -23,7 +23,7 @@ MAX_ATTEMPTS = 50
 class Demonstration:
     """A successful episode of T frames.
 
-    `states` (T, 4) and `actions` (T, 4) float32; `images` by camera, uint8 (T, H, W, 3); `seed` is the scene's;
+    `states` (T, num_state) and `actions` (T, 4) float32; `images` by camera, uint8 (T, H, W, 3); `seed` is the scene's;
     `num_failed` counts the attempts thrown away before; `noise` is the standard deviation of the disturbance
     and `num_drift_steps` the length of the drift before the first frame.
     """
@@ -69,7 +69,7 @@ def _attempt(
     num_hold_steps_left = None
     for _ in range(settings.max_episode_steps):
         action = np.clip(expert.get_action(observation), -1.0, 1.0).astype(np.float32)
-        states.append(robot_state(observation))
+        states.append(robot_state(observation, settings.state))
         actions.append(action)
         frames.append(scene.render())
         disturbed = action.copy()

@@ -17,9 +17,8 @@ import numpy as np
 
 from embodix.data.rendering import bind_gl_backend
 
-STATE_DIM = 4
 ACTION_DIM = 4
-STATE_NAMES = ("hand_x", "hand_y", "hand_z", "gripper_opening")
+STATE_NAMES = ("hand_x", "hand_y", "hand_z", "gripper_opening")  # the head of MetaWorld's observation
 ACTION_NAMES = ("delta_x", "delta_y", "delta_z", "gripper_effort")
 FPS = 80
 
@@ -122,9 +121,15 @@ class MetaWorldScene:
         self.env.close()
 
 
-def robot_state(observation: np.ndarray) -> np.ndarray:
-    """What the robot knows of itself: hand position (metres) and gripper opening in [0, 1], float32 (4,)."""
-    return observation[:STATE_DIM].astype(np.float32)
+def check_state(names: Sequence[str]) -> None:
+    """Raise ValueError unless `names` is a non-empty list of different names out of `STATE_NAMES`."""
+    if not names or not set(names) <= set(STATE_NAMES) or len(set(names)) != len(names):
+        raise ValueError(f"`state` must be different names out of {list(STATE_NAMES)}, got {list(names)}.")
+
+
+def robot_state(observation: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """What the robot knows of itself: hand position (metres), gripper opening in [0, 1]; float32 (len(names),)."""
+    return observation[[STATE_NAMES.index(name) for name in names]].astype(np.float32)
 
 
 def task_names() -> list[str]:

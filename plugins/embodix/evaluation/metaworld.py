@@ -19,9 +19,10 @@ from embodix.data.instructions import instruction_for
 from embodix.data.metaworld_scene import (
     ACTION_DIM,
     FPS,
-    STATE_DIM,
+    STATE_NAMES,
     MetaWorldScene,
     check_cameras,
+    check_state,
     robot_state,
 )
 
@@ -41,8 +42,9 @@ class MetaWorldEnv(gym.Env):
     """One MetaWorld task.
 
     Observations are ``pixels`` (a uint8 image (image_size, image_size, 3) for each camera) and ``agent_pos``
-    (float32 (4,)). An episode ends with its first success or after `episode_length` steps. `info["is_success"]`
-    says which. `reset(seed=s)` gives the goal and objects of that seed; without a seed, the next ones of its stream.
+    (float32, the components of `state`). An episode ends with its first success or after `episode_length` steps;
+    `info["is_success"]` says which. `reset(seed=s)` gives the goal and objects of that seed; without a seed, the next
+    ones of its stream.
     Images are rendered in every `render_every`-th step of an episode and repeated between: a policy that executes
     chunks of `render_every` actions looks only then, and rendering is most of a step's cost.
     `seeded_episodes` lists the outcomes of the episodes that had a seed, in the order in which they ended.
@@ -62,7 +64,9 @@ class MetaWorldEnv(gym.Env):
         episode_length: int = 150,
         instruction: str | None = None,
         render_every: int = 1,
+        state: Sequence[str] = STATE_NAMES,
     ) -> None:
+        check_state(state)
         if render_every < 1:
             raise ValueError(f"`render_every` must be at least 1 step, got {render_every}.")
         self.task = task
@@ -73,11 +77,12 @@ class MetaWorldEnv(gym.Env):
         self.observation_space = spaces.Dict(
             {
                 "pixels": spaces.Dict(dict.fromkeys(cameras, image)),
-                "agent_pos": spaces.Box(-np.inf, np.inf, (STATE_DIM,), np.float32),
+                "agent_pos": spaces.Box(-np.inf, np.inf, (len(state),), np.float32),
             }
         )
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_DIM,), np.float32)
         self._render_every = render_every
+        self._state = tuple(state)
         self._images: dict[str, np.ndarray] = {}
         self.seeded_episodes: list[SeededEpisode] = []
         self._seed: int | None = None
@@ -113,7 +118,7 @@ class MetaWorldEnv(gym.Env):
     def _observe(self, raw_observation: np.ndarray) -> dict[str, Any]:
         if self._num_steps % self._render_every == 0:
             self._images = self._scene.render()
-        return {"pixels": self._images, "agent_pos": robot_state(raw_observation)}
+        return {"pixels": self._images, "agent_pos": robot_state(raw_observation, self._state)}
 
 
 @EnvConfig.register_subclass("embodix_metaworld")
@@ -128,12 +133,14 @@ class EmbodixMetaworldConfig(EnvConfig):
     episode_length: int = 150
     instruction: str | None = None
     render_every: int = 1
+    state: list[str] = field(default_factory=lambda: list(STATE_NAMES))
 
     def __post_init__(self) -> None:
         check_cameras(self.cameras)
+        check_state(self.state)
         self.features = {
             "action": PolicyFeature(FeatureType.ACTION, (ACTION_DIM,)),
-            "agent_pos": PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
+            "agent_pos": PolicyFeature(FeatureType.STATE, (len(self.state),)),
         }
         self.features_map = {"action": ACTION, "agent_pos": OBS_STATE}
         for camera in self.cameras:
@@ -163,6 +170,7 @@ class EmbodixMetaworldConfig(EnvConfig):
             "episode_length": self.episode_length,
             "instruction": self.instruction,
             "render_every": self.render_every,
+            "state": list(self.state),
         }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 _EPISODE_SETTINGS = (
     "cameras",
+    "state",
     "image_size",
     "seed",
     "noise_levels",
@@ -23,6 +24,7 @@ class RecordSettings:
 
     `root` is the folder of the data set, `tasks` are MetaWorld names, each with `episodes_per_task` episodes or
     what `episodes` says for it. `cameras` names the rendered views, `image_size` their height and width in pixels.
+    `state` names what of the robot's own state is recorded.
     `storage` is how images are stored: "image" (lossless) or "video" (`video_codec`, lossy, smaller).
     `missing_camera_fraction` is the share of episodes, 0 to 1, recorded with one camera absent.
     `noise_levels` are standard deviations of the disturbance, one drawn an episode; `drift_fraction` is the share
@@ -35,6 +37,7 @@ class RecordSettings:
     episodes: dict[str, int] = field(default_factory=dict)
     instructions: dict[str, str] = field(default_factory=dict)
     cameras: tuple[str, ...] = ("front", "gripper")
+    state: tuple[str, ...] = ("hand_x", "hand_y", "hand_z", "gripper_opening")
     image_size: int = 56
     storage: str = "image"
     video_codec: str = "libsvtav1"
@@ -51,7 +54,7 @@ class RecordSettings:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("tasks", "cameras", "noise_levels"):
+        for name in ("tasks", "cameras", "state", "noise_levels"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.tasks or len(set(self.tasks)) != len(self.tasks):
             raise ValueError(f"`tasks` must be different MetaWorld task names, got {list(self.tasks)}.")
