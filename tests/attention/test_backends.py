@@ -109,7 +109,9 @@ def test_one_segment_instead_of_two_is_noticed():
     [
         ((5, 7), torch.float32, (8, 1), False, "batch"),
         ((5, 7), torch.float32, (8, 1), True, "sdpa"),
-        ((600, 600), torch.float32, (8, 1), False, "sdpa"),
+        ((70, 70), torch.float32, (8, 1), False, "sdpa"),
+        ((70, 70), torch.bfloat16, (8, 1), False, "batch"),
+        ((900, 900), torch.bfloat16, (8, 1), False, "gemm"),
         ((5,), torch.bfloat16, (8, 1), False, "gemm"),
         ((5,), torch.bfloat16, (8, 8), False, "sdpa"),
         ((256,), torch.bfloat16, (8, 8), False, "gemm"),

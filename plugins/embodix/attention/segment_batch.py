@@ -15,8 +15,10 @@ from torch import Tensor
 
 from embodix.attention.segments import PaddedRows, Segments
 
-# Scores up to which one batch beats the walk; see benchmarks/attention_segment_length.py. Above, the scores leave the
-# caches, and fp32 GEMMs on them gain nothing from being batched.
+# Scores, of one segment and of all, up to which one batch beats the walk; see benchmarks/attention_segment_length.py.
+# In fp32 only the fixed cost of a segment is saved; in bf16 plain GEMMs are faster too, until the scores leave the
+# caches.
+MAX_SEGMENT_SCORES = {torch.float32: 2**15, torch.bfloat16: 2**22}
 MAX_SCORES = {torch.float32: 2**21, torch.bfloat16: 2**23}
 
 
@@ -24,8 +26,9 @@ def fits_one_batch(q_NHD: Tensor, segments: Segments, *, causal: bool) -> bool:
     """Whether these segments are better computed in one batch. Causal and empty segments are not."""
     if causal or min(segments.lengths_k) == 0 or len(segments.lengths_k) == 1:
         return False
-    num_scores = len(segments.lengths_q) * segments.max_q * segments.max_k * q_NHD.shape[1]
-    return num_scores <= MAX_SCORES[q_NHD.dtype]
+    segment_scores = segments.max_q * segments.max_k * q_NHD.shape[1]
+    all_scores = len(segments.lengths_q) * segment_scores
+    return segment_scores <= MAX_SEGMENT_SCORES[q_NHD.dtype] and all_scores <= MAX_SCORES[q_NHD.dtype]
 
 
 def batched_attention(q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, segments: Segments, scale: float) -> Tensor:
