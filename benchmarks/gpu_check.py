@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance
 from torch import nn
 
 from embodix.attention import Segments
@@ -34,6 +33,7 @@ from embodix.attention.segment import SegmentSdpa
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
+from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.testing.errors import compare_gradients, gradients_of, relative_error
 from embodix.testing.pi05 import meta_pi05, random_batch, randomise_adaptive_norms, small_pi05
 
@@ -235,8 +235,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--allow-dirty", action="store_true", help="measure uncommitted code; marks the result")
     options = parser.parse_args()
+    require_quotable(options.allow_dirty)
     record: dict[str, Any] = {
-        "provenance": provenance(allow_dirty=options.allow_dirty),
+        "title": "π0.5 and its attention backends on a CUDA device",
         "measured": torch.cuda.is_available(),
         "attention": [],
         "pi05": [],
@@ -246,8 +247,7 @@ def main() -> None:
     else:
         record["why_not"] = "no CUDA device"
         print("gpu_check: no CUDA device; nothing was measured.")
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "gpu_check.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_benchmark(options.output / "gpu_check", record, options.allow_dirty)
     failed = [row for row in [*record["attention"], *record["pi05"]] if "failed" in row]
     raise SystemExit(1 if failed else 0)
 

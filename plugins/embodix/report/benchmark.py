@@ -30,13 +30,8 @@ def write_benchmark(path_stem: Path | str, result: Mapping[str, Any], allow_dirt
     Raises:
         ValueError: the tree is dirty or the commit unknown, and ``allow_dirty`` is not given.
     """
-    provenance = collect_provenance()
+    provenance = require_quotable(allow_dirty)
     problem = _not_reproducible(provenance)
-    if problem and not allow_dirty:
-        raise ValueError(
-            f"A benchmark result names the commit that produced it; got {problem}. "
-            "Commit the changes and run again, or pass allow_dirty=True for a figure that is not to be quoted."
-        )
     stem = Path(path_stem)
     json_path, markdown_path = stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".md")
     document = {**result, "provenance": dataclasses.asdict(provenance)}
@@ -45,6 +40,22 @@ def write_benchmark(path_stem: Path | str, result: Mapping[str, Any], allow_dirt
     write_text_atomically(json_path, json.dumps(document, indent=2) + "\n")
     write_text_atomically(markdown_path, _markdown(result, provenance, problem))
     return json_path, markdown_path
+
+
+def require_quotable(allow_dirty: bool = False) -> Provenance:
+    """The provenance of this process; a script calls it before it measures, so that minutes are not lost.
+
+    Raises:
+        ValueError: the tree is dirty or the commit unknown, and ``allow_dirty`` is not given.
+    """
+    provenance = collect_provenance()
+    problem = _not_reproducible(provenance)
+    if problem and not allow_dirty:
+        raise ValueError(
+            f"A benchmark result names the commit that produced it; got {problem}. "
+            "Commit the changes and run again, or pass allow_dirty=True for a figure that is not to be quoted."
+        )
+    return provenance
 
 
 def _not_reproducible(provenance: Provenance) -> str | None:
