@@ -17,7 +17,6 @@ from embodix.data.metaworld_scene import MetaWorldScene
 from embodix.evaluation.controls import blind_control, mean_action_sequence
 from embodix.evaluation.metaworld import EmbodixMetaworldConfig, SeededEpisode
 from embodix.evaluation.rollout import Evaluation, blank_image_control, evaluate_policy
-from embodix.evaluation.statistics import wilson_interval
 from embodix.schema.data import RecordSettings
 
 TASK = "drawer-close-v3"  # a constant push solves it
@@ -152,15 +151,3 @@ def test_results_are_json():
 def test_episodes_must_fill_the_environments(env):
     with pytest.raises(ValueError, match="positive multiple of num_envs=2, got 3"):
         run(Push(), env, num_episodes=3)
-
-
-@pytest.mark.parametrize(
-    ("successes", "trials", "low", "high"), [(49, 50, 0.895, 0.996), (0, 20, 0.0, 0.161), (20, 20, 0.839, 1.0)]
-)
-def test_wilson_interval(successes, trials, low, high):
-    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-4)
-
-
-def test_wilson_interval_refuses_nonsense():
-    with pytest.raises(ValueError, match="got 3 of 2"):
-        wilson_interval(3, 2)

@@ -181,3 +181,8 @@ def test_statistics_match_known_values():
     assert relative_difference(math.nan, 1.0) == math.inf
     with pytest.raises(ValueError, match="got 3 of 2"):
         wilson_interval(3, 2)
+
+
+def test_wilson_interval_refuses_nonsense():
+    with pytest.raises(ValueError, match="got 3 of 2"):
+        wilson_interval(3, 2)

@@ -13,7 +13,7 @@ from lerobot.utils.constants import OBS_IMAGES
 from lerobot.utils.random_utils import set_seed
 
 from embodix.evaluation.metaworld import EmbodixMetaworldConfig, SeededEpisode
-from embodix.evaluation.statistics import wilson_interval
+from embodix.report.statistics import wilson_interval
 
 if TYPE_CHECKING:
     from lerobot.policies.pretrained import PreTrainedPolicy
