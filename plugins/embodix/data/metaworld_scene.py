@@ -31,12 +31,13 @@ SUPERSAMPLING = 3
 class CameraView:
     """A camera of MetaWorld's model.
 
-    `position` (metres) moves it, `fovy` (vertical field of view, degrees) narrows it, `rotate` turns its
-    upside-down image.
+    `position` (metres) moves it, `fovy` (vertical field of view, degrees) narrows it, `tilt` (degrees) turns it
+    upwards, `rotate` turns its upside-down image.
     """
 
     model_name: str
     fovy: float | None = None
+    tilt: float = 0.0
     position: tuple[float, float, float] | None = None
     rotate: bool = False
 
@@ -46,7 +47,8 @@ CAMERA_VIEWS: dict[str, CameraView] = {
     # happens: in a small image the objects then cover whole patches.
     "front": CameraView("corner2", position=(0.75, 0.175, 0.7), fovy=36.0, rotate=True),
     "lerobot_front": CameraView("corner2", position=(0.75, 0.075, 0.7), rotate=True),
-    "gripper": CameraView("gripperPOV"),
+    # Tilted forward as wrist cameras are, to see where the hand is going and not only the table below it.
+    "gripper": CameraView("gripperPOV", tilt=30.0),
     "behind_gripper": CameraView("behindGripper"),
     "topview": CameraView("topview"),
     "corner": CameraView("corner"),
@@ -88,11 +90,7 @@ class MetaWorldScene:
         self.env = _make_task(task)
         self._renderer: Any = None
         for camera in self.cameras:
-            view = CAMERA_VIEWS[camera]
-            if view.position is not None:
-                self.env.model.camera(view.model_name).pos[:] = view.position
-            if view.fovy is not None:
-                self.env.model.camera(view.model_name).fovy[:] = view.fovy
+            _aim(self.env.model.camera(CAMERA_VIEWS[camera].model_name), CAMERA_VIEWS[camera])
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Reset; with a seed, to the goal and objects of that seed. Returns MetaWorld's observation (39,)."""
@@ -155,6 +153,17 @@ def _make_task(task: str) -> Any:
     env._freeze_rand_vec = False  # lerobot/envs/metaworld.py: otherwise no randomisation
     env.max_path_length = np.inf  # episode length is the caller's
     return env
+
+
+def _aim(camera: Any, view: CameraView) -> None:
+    if view.position is not None:
+        camera.pos[:] = view.position
+    if view.fovy is not None:
+        camera.fovy[:] = view.fovy
+    if view.tilt:
+        cosine, sine = np.cos(np.deg2rad(view.tilt)), np.sin(np.deg2rad(view.tilt))
+        turn = np.array([[1.0, 0.0, 0.0], [0.0, cosine, -sine], [0.0, sine, cosine]])
+        camera.mat0[:] = (camera.mat0.reshape(3, 3) @ turn).ravel()  # of a tracking camera, which has no pose itself
 
 
 def _average_blocks(image: np.ndarray, size: int) -> np.ndarray:
