@@ -27,13 +27,19 @@ FIELDS = {
 }
 
 
-def validate_architecture(architecture: Mapping[str, Mapping[str, int]]) -> None:
+GATE = "expert_gate"  # optional: initial gate of the action expert's adaptive norms
+
+
+def validate_architecture(architecture: Mapping[str, Any]) -> None:
     """Refuse sizes that upstream's code can't compute with.
 
     Raises:
         ValueError: a part or field that is missing or unknown, a size below 1, or parts that do not fit together.
     """
-    _require_names("architecture", architecture, tuple(FIELDS))
+    _require_names("architecture", {k: v for k, v in architecture.items() if k != GATE}, tuple(FIELDS))
+    gate = architecture.get(GATE)
+    if gate is not None and (isinstance(gate, bool) or not isinstance(gate, (int, float))):
+        raise ValueError(f"architecture.{GATE} is a number, or null for upstream's own initialisation; got {gate!r}.")
     for part, fields in FIELDS.items():
         _require_names(f"architecture.{part}", architecture[part], fields)
         for field in fields:
@@ -75,8 +81,13 @@ def _require_names(where: str, given: Mapping[str, Any], wanted: tuple[str, ...]
         )
 
 
-def apply(*, architecture: Mapping[str, Mapping[str, int]]) -> Callable[[], None]:
+def apply(*, architecture: Mapping[str, Any]) -> Callable[[], None]:
     """Make upstream's ``PI05Policy`` build in these sizes; returns the undo.
+
+    Args:
+        architecture: ``vision``, ``language`` and ``action_expert`` with their sizes, and optionally ``expert_gate``,
+            with which the adaptive norms of the action expert start: scale 0, shift 0 and this gate, instead of
+            small random values. A model trained from scratch then begins as a plain residual network.
 
     Raises:
         ValueError: see ``validate_architecture``.
@@ -103,7 +114,10 @@ def apply(*, architecture: Mapping[str, Mapping[str, int]]) -> Callable[[], None
 
     def build_sized_expert(config: Any) -> Any:
         config.vocab_size = vocab_size
-        return build_expert(config=config)
+        built = build_expert(config=config)
+        if architecture.get(GATE) is not None:
+            _start_gates(built, float(architecture[GATE]))
+        return built
 
     undo = [
         replace_attribute(modeling_pi05, "get_gemma_config", get_gemma_config),
@@ -116,3 +130,14 @@ def apply(*, architecture: Mapping[str, Mapping[str, int]]) -> Callable[[], None
             restore()
 
     return undo_all
+
+
+def _start_gates(expert: Any, gate: float) -> None:
+    """Set every adaptive norm's output to scale 0, shift 0 and ``gate``, whatever the time condition."""
+    import torch
+    from lerobot.policies.pi_gemma import PiGemmaRMSNorm
+
+    for module in expert.modules():
+        if isinstance(module, PiGemmaRMSNorm) and module.dense is not None:
+            with torch.no_grad():
+                module.dense.bias.zero_()[2 * module.dim :] = gate

@@ -43,6 +43,21 @@ def test_sizes_reach_every_module_and_upstream_is_put_back():
 FOUR_HEADS = changed("language", num_heads=4)
 
 
+def test_gates_of_the_expert_start_where_asked():
+    config = small_pi05().config
+    gated = {**SMALL_ARCHITECTURE, "expert_gate": 0.5}
+    with patched({"lerobot_pi05_sizes": {"architecture": gated}}):
+        expert = PI05Policy(config).model.paligemma_with_expert.gemma_expert
+    norms = [module for module in expert.modules() if getattr(module, "dense", None) is not None]
+    assert len(norms) == 2 * gated["action_expert"]["depth"] + 1
+    for norm in norms:
+        condition = torch.randn(2, norm.cond_dim)
+        scale, shift, gate = norm.dense(condition).chunk(3, dim=-1)
+        assert (scale == 0).all()
+        assert (shift == 0).all()
+        assert (gate == 0.5).all()
+
+
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [

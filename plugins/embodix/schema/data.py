@@ -4,6 +4,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+# Counts the changes of views and antialiasing in embodix.data.metaworld_scene: frames of another one do not match.
+RENDERING = 3
 _EPISODE_SETTINGS = (
     "cameras",
     "state",
@@ -81,7 +83,7 @@ class RecordSettings:
 
     def episode_settings(self) -> dict[str, Any]:
         """What decides the content of episodes, as JSON types: equal settings give equal episodes."""
-        return {name: _plain(getattr(self, name)) for name in _EPISODE_SETTINGS}
+        return {"rendering": RENDERING, **{name: _plain(getattr(self, name)) for name in _EPISODE_SETTINGS}}
 
     def dataset_settings(self) -> dict[str, Any]:
         """What decides the content of the finished data set, as JSON types."""

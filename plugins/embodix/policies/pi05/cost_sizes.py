@@ -89,7 +89,7 @@ def sizes_of(policy: Mapping[str, Any], architecture: Mapping[str, Any] | None =
         language = _variant(policy, "paligemma_variant", "gemma_2b")
         expert = _variant(policy, "action_expert_variant", "gemma_300m")
     else:
-        parts = {part: dict(sizes) for part, sizes in architecture.items()}
+        parts = {part: dict(architecture[part]) for part in ("vision", "language", "action_expert")}
         vocab_size = parts["language"].pop("vocab_size")
         vision = VisionSize(
             width=parts["vision"]["hidden_size"],
