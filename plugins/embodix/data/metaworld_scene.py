@@ -22,8 +22,8 @@ ACTION_DIM = 4
 STATE_NAMES = ("hand_x", "hand_y", "hand_z", "gripper_opening")  # the head of MetaWorld's observation
 ACTION_NAMES = ("delta_x", "delta_y", "delta_z", "gripper_effort")
 FPS = 80
-# Without antialiasing a small image shows positions to a pixel only, about a centimetre here: a policy then solves
-# three in four button presses at most. Averaging 3 x 3 costs less than the renderer's own multisampling.
+# Without antialiasing a small image shows positions to a pixel only, about a centimetre here. Averaging 3 x 3 costs
+# less than the renderer's own multisampling.
 SUPERSAMPLING = 3
 
 
