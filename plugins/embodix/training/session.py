@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextvars
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from embodix.report.steps import StepRecord, TokenRecord, append_step
 from embodix.training.features import FeatureSelection, InstalledFeatures, install_features
 from embodix.training.flops import flop_counter
 from embodix.training.loader import LoaderState, ResumableLoader
+from embodix.training.memory import peak_memory
 from embodix.training.step_clock import StepClock
 
 STEPS_FILE, MANIFEST_FILE = "steps.jsonl", "manifest.json"
@@ -155,7 +155,7 @@ class TrainingSession:
             fallbacks=self.features.fallbacks,
             flops_per_step=self.flops_per_step,
             num_parameters=sum(p.numel() for p in self.policy.parameters()),
-            **self._peak_memory(),
+            **peak_memory(self.accelerator.device),
         )
         manifest.save(self.output_dir / MANIFEST_FILE)
 
@@ -192,13 +192,6 @@ class TrainingSession:
             action_valid=counts.action_valid if counts else None,
             action_total=counts.action_total if counts else None,
         )
-
-    def _peak_memory(self) -> dict[str, Any]:
-        if self.accelerator.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.accelerator.device)
-            return {"peak_memory_bytes": peak, "peak_memory_source": "CUDA allocator"}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"peak_memory_bytes": peak, "peak_memory_source": "resident set of the process"}
 
 
 def _token_record(counts: TokenCounts | None) -> TokenRecord | None:
