@@ -40,7 +40,7 @@ def register_environments() -> list[Registration]:
         Registration(
             "embodix_metaworld",
             "embodix.evaluation.metaworld:EmbodixMetaworldConfig",
-            "MetaWorld with several cameras, honoured seeds, rendering at the stored size",
+            "MetaWorld with several cameras and honoured seeds",
         )
     ]
 
