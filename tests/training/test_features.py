@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from embodix.cli.hydra_app import compose
 from embodix.plugins import PluginError
+from embodix.schema.compose import compose
 from embodix.training.features import FeatureSelection, select_features
 
 

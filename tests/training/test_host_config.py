@@ -14,7 +14,7 @@ from lerobot.configs.train import TrainPipelineConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from omegaconf import OmegaConf
 
-from embodix.cli.hydra_app import compose
+from embodix.schema.compose import compose
 from embodix.schema.train import EvalSettings, TrainSettings
 from embodix.training.host_config import (
     decode_host_config,

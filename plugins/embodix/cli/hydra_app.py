@@ -52,15 +52,6 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     return 0
 
 
-def compose(config_name: str, overrides: list[str]) -> DictConfig:
-    """Compose a config as the verb would, inside or outside a running Hydra application."""
-    train_schema.register()
-    if GlobalHydra.instance().is_initialized():
-        return hydra.compose(config_name, overrides=overrides)
-    with hydra.initialize_config_module("embodix.hydra_conf", version_base="1.3"):
-        return hydra.compose(config_name, overrides=overrides)
-
-
 def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
     """The error's own message, followed by the nearest existing name for each override that has none."""
     message = str(error).strip()

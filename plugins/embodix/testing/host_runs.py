@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from embodix.cli.hydra_app import compose
 from embodix.patching import patched, replace_attribute
+from embodix.schema.compose import compose
 from embodix.testing.pi05 import SMALL_ARCHITECTURE
 from embodix.training.host_config import decode_host_config
 from embodix.training.host_context import command_line

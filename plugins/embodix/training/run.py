@@ -12,6 +12,7 @@ from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig, OmegaConf
 
 from embodix.report.steps import StepRecord
+from embodix.schema.compose import compose
 from embodix.training.accelerator import ObservedAccelerator
 from embodix.training.checkpoint import Checkpoint, find_checkpoint
 from embodix.training.dataset_checks import require_trainable_dataset
@@ -101,15 +102,9 @@ def _is_fixed_on_resume(override: str) -> bool:
 
 
 def compose_train(overrides: list[str]) -> DictConfig:
-    """Compose the train config again inside or outside a Hydra application."""
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-
-    overrides = [override for override in overrides if not override.lstrip("+~").startswith("hydra")]
-    if GlobalHydra.instance().is_initialized():
-        return hydra.compose("train", overrides=[*overrides, "train.output_dir=null"])
-    with hydra.initialize_config_module("embodix.hydra_conf", version_base="1.3"):
-        return hydra.compose("train", overrides=[*overrides, "train.output_dir=null"])
+    """Compose the train config again, without Hydra's own overrides and without an output folder."""
+    kept = [override for override in overrides if not override.lstrip("+~").startswith("hydra")]
+    return compose("train", [*kept, "train.output_dir=null"])
 
 
 def merge_overrides(recorded: list[str], added: list[str]) -> list[str]:
