@@ -17,28 +17,10 @@ from embodix.policies.pi05.cost import EMBODIX, Sample, flop_bound
 from embodix.policies.pi05.cost_plan import camera_slots, plan_training, speed_bounds
 from embodix.policies.pi05.cost_prompt import prompt_lengths, token_counter
 from embodix.policies.pi05.cost_sizes import sizes_of
+from embodix.testing.pi05 import SMALL_ARCHITECTURE
 
 CAMERAS = ("observation.images.front", "observation.images.gripper")
 STATE = {"q01": [-1.0, 0.0], "q10": [-0.5, 0.1], "q50": [0.0, 0.5], "q90": [0.5, 0.9], "q99": [1.0, 1.0]}
-SMALL = {
-    "vision": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "patch_size": 14,
-    },
-    "language": {
-        "width": 32,
-        "depth": 3,
-        "mlp_dim": 64,
-        "num_heads": 8,
-        "num_kv_heads": 1,
-        "head_dim": 16,
-        "vocab_size": 128,
-    },
-    "action_expert": {"width": 24, "depth": 3, "mlp_dim": 40, "num_heads": 8, "num_kv_heads": 1, "head_dim": 16},
-}
 
 
 @pytest.fixture
@@ -204,7 +186,8 @@ def test_without_a_tokenizer_the_plan_says_that_it_estimates(write_metadata):
 
 def test_bounds_of_a_comparison_name_the_real_size(write_metadata):
     root = write_metadata([(30, "Reach")])
-    small = {"architecture": SMALL, "policy": {"image_resolution": [28, 28], "chunk_size": 6, "empty_cameras": 1}}
+    policy = {"image_resolution": [28, 28], "chunk_size": 6, "empty_cameras": 1}
+    small = {"architecture": SMALL_ARCHITECTURE, "policy": policy}
     configs = {"upstream": config_of(root, **small), "embodix": config_of(root, **small, **FAST)}
     bounds = speed_bounds(configs, "upstream")
     assert list(bounds) == ["embodix"]

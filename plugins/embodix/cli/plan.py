@@ -22,11 +22,6 @@ from embodix.report.manifest import write_text_atomically
 from embodix.report.wording import memory, percent, quantity, ratio
 
 PLAN_FILE = "plan.json"
-_TOKEN_NAMES = {
-    "images": "real images",
-    "blank_images": "blank images (waste)",
-    "prompt_padding": "prompt padding (waste)",
-}
 
 
 def run(argv: list[str]) -> int:

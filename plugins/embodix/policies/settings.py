@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -88,9 +88,6 @@ class TokenCounts:
     def utilisation(self) -> float:
         """Share of computed tokens that exist."""
         return self.valid / self.computed
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
 
 
 class Installation(Protocol):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,6 @@ class InstalledFeatures:
 
     installation: Installation | None
     attention_backend: str
-    fallbacks: list[str] = field(default_factory=list)
 
 
 def select_features(cfg: DictConfig) -> FeatureSelection:

@@ -152,7 +152,6 @@ class TrainingSession:
             attention=self.features.attention_backend,
             settings=installation.describe() if installation else {},
             patches=[name for name in patching.patch_names() if patching.is_applied(name)],
-            fallbacks=self.features.fallbacks,
             flops_per_step=self.flops_per_step,
             num_parameters=sum(p.numel() for p in self.policy.parameters()),
             **peak_memory(self.accelerator.device),
