@@ -86,6 +86,27 @@ def test_the_same_function_may_drift_but_not_differ_at_the_first_step(tmp_path):
     assert any("wrong does not compute the baseline's loss" in warning for warning in report.warnings)
 
 
+REFERENCE_CHECK = {
+    "reference": "upstream run one sample at a time",
+    "cause": "it attends to the padding of shorter prompts",
+    "fast_loss": 1.0,
+    "reference_loss": 1.0,
+    "host_batch_loss": 1.004,
+}
+
+
+def test_where_upstreams_batch_is_wrong_the_reference_decides(tmp_path):
+    base = read_run(write_run(tmp_path / "upstream", "upstream"))
+    right = read_run(write_run(tmp_path / "a", "right", first_loss_shift=4e-3, reference_check=REFERENCE_CHECK))
+    wrong_check = {**REFERENCE_CHECK, "fast_loss": 1.001}
+    wrong = read_run(write_run(tmp_path / "b", "wrong", first_loss_shift=4e-3, reference_check=wrong_check))
+    report = compare_runs([base, right, wrong])
+    assert [pair.same_function for pair in report.pairs] == [True, False]
+    sentence = verdicts(report, report.pairs[0])[0].sentence
+    assert "Against upstream run one sample at a time the loss differs by 0 (bit-equal)" in sentence
+    assert "Upstream's own batch differs from it by 4.0e-03: it attends to the padding" in sentence
+
+
 def test_a_choice_that_changes_the_algorithm_is_named(tmp_path):
     configs = [{"action_pad": {"name": name}, "policy": {"dtype": "float32"}} for name in ("host", "mask")]
     base = read_run(write_run(tmp_path / "upstream", "upstream", config=configs[0]))

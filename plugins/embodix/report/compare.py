@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodix.report.evaluation import PairedSuccess, pair_success
+from embodix.report.reference import ReferenceDifference
 from embodix.report.runs import Run
 from embodix.report.statistics import Spread, spread_of
 from embodix.report.steps import PHASES, StepRecord
@@ -59,7 +60,9 @@ class PairSummary:
         samples_ratio: samples a second of the variant over the baseline's, by the same clock.
         first_loss_difference: relative, at the first common step, where the weights are still the same.
         largest_loss_difference: relative, over all common steps; ``largest_at_step`` says where.
-        same_function: whether the first difference is rounding.
+        reference: the differences from the reference where upstream's own batch is not it, or None.
+        same_function: whether the difference from the reference is rounding: from upstream's batch at the first step,
+            or from ``reference`` where there is one.
         algorithm_changes: settings that change what is learned, and so may explain a difference.
         flop_ratio: baseline / variant of torch's counted FLOPs, or None.
         bound: the analytic bound, or None.
@@ -74,6 +77,7 @@ class PairSummary:
     first_loss_difference: float
     largest_loss_difference: float
     largest_at_step: int
+    reference: ReferenceDifference | None
     same_function: bool
     tolerance: float
     algorithm_changes: list[str]
@@ -193,6 +197,12 @@ def clock_of(run: Run) -> str:
     return "cpu_s" if device.startswith("cpu") else "wall_s"
 
 
+def _precision(run: Run) -> str:
+    """What the policy computes in: π0.5 says it by ``dtype``, GR00T-N1.5 by ``use_bf16``."""
+    policy = run.manifest.config.get("policy") or {}
+    return "bfloat16" if policy.get("dtype") == "bfloat16" or policy.get("use_bf16") else "float32"
+
+
 def config_differences(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """Dotted configuration keys whose value differs between runs -> value by run name."""
     flat = {run.name: _flatten(run.manifest.config) for run in runs}
@@ -221,7 +231,8 @@ def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None)
     clock = clock_of(run)
     compute = step_ratios(base, run, clock, ("forward", "backward"), num_warmup)
     whole = step_ratios(base, run, clock, PHASES, num_warmup)
-    tolerance = SAME_FUNCTION.get(str((run.manifest.config.get("policy") or {}).get("dtype")), SAME_FUNCTION["float32"])
+    tolerance = SAME_FUNCTION[_precision(run)]
+    reference = ReferenceDifference.from_manifest(run.manifest.reference_check)
     counted = base.manifest.flops_per_step, run.manifest.flops_per_step
     speeds = [_samples_per_second(item, clock, num_warmup) for item in (run, base)]
     return PairSummary(
@@ -234,7 +245,8 @@ def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None)
         first_loss_difference=differences[0][0],
         largest_loss_difference=largest,
         largest_at_step=largest_at,
-        same_function=differences[0][0] <= tolerance,
+        reference=reference,
+        same_function=(differences[0][0] if reference is None else reference.variant) <= tolerance,
         tolerance=tolerance,
         algorithm_changes=_algorithm_changes(base, run),
         flop_ratio=counted[0] / counted[1] if counted[0] and counted[1] else None,

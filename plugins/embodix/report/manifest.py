@@ -96,6 +96,8 @@ class Manifest:
         peak_memory_bytes: the highest memory in use, or None when not measured.
         peak_memory_source: what was measured, e.g. ``CUDA allocator`` or ``resident set of the process``.
         num_parameters: parameters of the policy as built, or None when not counted.
+        reference_check: how the losses compare with the reference where upstream's own batch is not it, see
+            ``embodix.report.reference``; None where upstream's batch is the reference.
         notes: anything a reader of the report must know.
     """
 
@@ -113,6 +115,7 @@ class Manifest:
     peak_memory_bytes: int | None = None
     peak_memory_source: str | None = None
     num_parameters: int | None = None
+    reference_check: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
     def save(self, path: Path | str) -> None:
@@ -140,7 +143,8 @@ def collect_manifest(
 
     Args:
         config: plain containers (``OmegaConf.to_container(..., resolve=True)``).
-        measured: ``flops_per_step``, ``peak_memory_bytes``, ``peak_memory_source``, ``num_parameters``, ``notes``.
+        measured: ``flops_per_step``, ``peak_memory_bytes``, ``peak_memory_source``, ``num_parameters``,
+            ``reference_check``, ``notes``.
     """
     return Manifest(
         variant=variant,

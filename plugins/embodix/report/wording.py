@@ -81,12 +81,20 @@ def what_was_run(report: CompareReport) -> str:
 
 
 def _function_verdict(pair: PairSummary) -> Verdict:
-    largest = difference(pair.largest_loss_difference)
-    first = difference(pair.first_loss_difference)
-    sentence = (
+    first, largest = difference(pair.first_loss_difference), difference(pair.largest_loss_difference)
+    rounding = f"where up to {pair.tolerance:.0e} is rounding"
+    over_steps = (
         f"Largest relative loss difference {largest} over {count(pair.num_common_steps, 'step')} (at step "
-        f"{pair.largest_at_step}); {first} at the first step, where up to {pair.tolerance:.0e} is rounding."
+        f"{pair.largest_at_step}); {first} at the first step"
     )
+    if pair.reference is None:
+        sentence = f"{over_steps}, {rounding}."
+    else:
+        sentence = (
+            f"Against {pair.reference.reference} the loss differs by {difference(pair.reference.variant)}, {rounding}. "
+            f"Upstream's own batch differs from it by {difference(pair.reference.host_batch)}: {pair.reference.cause}. "
+            f"{over_steps}."
+        )
     if pair.same_function:
         return Verdict("Same function", "yes", sentence, True)
     return Verdict("Same function", "no", "; ".join([*pair.algorithm_changes, sentence]), False)
