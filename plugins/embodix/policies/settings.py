@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -101,6 +101,34 @@ class Installation(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """What is installed, for reports."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReferenceCheck:
+    """Losses of one batch, with the same weights, noise and times, where upstream's own batch is not the reference.
+
+    Attributes:
+        reference: the reference in words.
+        cause: why upstream's own batch differs from it, one clause.
+        fast_loss: of the fast path.
+        reference_loss: of the reference.
+        host_batch_loss: of upstream's own batch.
+    """
+
+    reference: str
+    cause: str
+    fast_loss: float
+    reference_loss: float
+    host_batch_loss: float
+
+
+@runtime_checkable
+class ChecksReference(Protocol):
+    """An installation whose reference is not upstream's own batch."""
+
+    def check_reference(self, batch: Mapping[str, Any]) -> ReferenceCheck:
+        """Compare with the reference on a preprocessed batch; weights and gradients are left as they are."""
         ...
 
 

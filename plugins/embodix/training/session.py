@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from lerobot.configs.train import TrainPipelineConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodix import patching
-from embodix.policies.settings import TokenCounts
+from embodix.policies.settings import ChecksReference, ReferenceCheck, TokenCounts
 from embodix.report.manifest import collect_manifest
 from embodix.report.steps import StepRecord, TokenRecord, append_step
 from embodix.training.features import FeatureSelection, InstalledFeatures, install_features
+from embodix.training.first_batch import FirstBatch
 from embodix.training.flops import flop_counter
 from embodix.training.loader import LoaderState, ResumableLoader
 from embodix.training.memory import peak_memory
@@ -45,6 +47,7 @@ class TrainingSession:
         count_flops_at: the step whose operations are counted, or None.
         resume_from: loader position of the checkpoint that is resumed.
         first_step: number of the first step trained here.
+        check_reference: after the first step, compare with the reference where upstream's own batch is not it.
         on_step: called with each finished step's record.
 
     Attributes:
@@ -62,6 +65,7 @@ class TrainingSession:
         count_flops_at: int | None = None,
         resume_from: LoaderState | None = None,
         first_step: int = 1,
+        check_reference: bool = False,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         self.name = name
@@ -78,6 +82,9 @@ class TrainingSession:
         self._count_flops_at = count_flops_at
         self._resume_from = resume_from
         self._step = first_step
+        self._check_reference = check_reference
+        self._first_batch: FirstBatch | None = None
+        self._reference_check: ReferenceCheck | None = None
         self._on_step = on_step
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
@@ -97,6 +104,8 @@ class TrainingSession:
         self.policy = policy
         self.accelerator = accelerator
         self.features = install_features(policy, self.selection, accelerator)
+        if self._check_reference and isinstance(self.features.installation, ChecksReference):
+            self._first_batch = FirstBatch(policy)
         self.clock = StepClock(accelerator.device, self._synchronize)
 
     def loader_prepared(self, loader: Any, optimizer: Any) -> ResumableLoader:
@@ -139,6 +148,18 @@ class TrainingSession:
         if self._on_step is not None:
             self._on_step(record)
         self._step += 1
+        self._compare_with_reference()
+
+    def _compare_with_reference(self) -> None:
+        """Once, between two steps, so that no phase is charged; the run's random stream is left where it was."""
+        kept, self._first_batch = self._first_batch, None
+        if kept is None or kept.batch is None:
+            return
+        installation = self.features.installation if self.features else None
+        assert isinstance(installation, ChecksReference)
+        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            self._reference_check = installation.check_reference(kept.batch)
 
     def write_manifest(self) -> None:
         """Write what is known of the run; called again at the end with what was measured."""
@@ -154,6 +175,7 @@ class TrainingSession:
             patches=[name for name in patching.patch_names() if patching.is_applied(name)],
             flops_per_step=self.flops_per_step,
             num_parameters=sum(p.numel() for p in self.policy.parameters()),
+            reference_check=asdict(self._reference_check) if self._reference_check else None,
             **peak_memory(self.accelerator.device),
         )
         manifest.save(self.output_dir / MANIFEST_FILE)
@@ -164,6 +186,8 @@ class TrainingSession:
             return
         if self.accelerator.is_main_process:
             self.write_manifest()
+        if self._first_batch is not None:
+            self._first_batch.release()
         if self.features.installation is not None:
             self.features.installation.uninstall()
 

@@ -118,6 +118,7 @@ def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> Trainin
         overrides=variant.overrides,
         synchronize=variant.cfg.step_clock.synchronize,
         count_flops_at=variant.cfg.step_clock.count_flops_at,
+        check_reference=True,
         on_step=on_step,
     )
 

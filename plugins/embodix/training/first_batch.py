@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep the first batch a policy is trained on, as the policy sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FirstBatch:
+    """Takes the place of ``policy.forward`` for one call.
+
+    Attributes:
+        batch: the batch of that call, None before it.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self.batch: dict[str, Any] | None = None
+        self._policy = policy
+        self._replaced = policy.__dict__.get("forward")
+        self._forward = policy.forward
+        policy.forward = self._keep
+
+    def _keep(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.batch = dict(batch)
+        self.release()
+        return self._forward(batch, *args, **kwargs)
+
+    def release(self) -> None:
+        """Put the policy's own method back; a second call does nothing."""
+        if self._policy.__dict__.get("forward") != self._keep:
+            return
+        if self._replaced is None:
+            del self._policy.forward
+        else:
+            self._policy.forward = self._replaced
