@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from lerobot.policies.pi_gemma import PiGemmaRMSNorm
 from transformers.models.gemma.modeling_gemma import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from embodix.policies import functional
-from embodix.policies.functional import GatedGelu, GemmaRmsNorm, Rotate, ZeroGradient
+from embodix.policies.functional import GatedGelu, GatedSilu, RmsNorm, Rotate, ZeroGradient, gemma_rms_norm
 from embodix.testing.errors import relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -35,9 +36,24 @@ def test_rms_norm(dtype):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * (1 + w)).to(x.dtype)
 
     x = torch.randn(7, 24).to(dtype).requires_grad_()
-    compare(lambda x, w: GemmaRmsNorm.apply(x, w, 1e-6), formula, (x, weight), dtype)
+    compare(lambda x, w: gemma_rms_norm(x, w, 1e-6), formula, (x, weight), dtype)
     norm.weight.data = weight.data
-    assert relative_error(GemmaRmsNorm.apply(x, weight, norm.eps), norm(x)[0]) <= TOLERANCE[dtype]
+    assert relative_error(gemma_rms_norm(x, weight, norm.eps), norm(x)[0]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_of_heads_is_qwens(dtype):
+    norm = Qwen3RMSNorm(8, eps=1e-6)
+    torch.nn.init.normal_(norm.weight)
+    norm.to(dtype)
+    heads = torch.randn(7, 3, 8).to(dtype).requires_grad_()
+    compare(lambda x, w: RmsNorm.apply(x, w, 1e-6), lambda x, _: norm(x), (heads, norm.weight), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_silu(dtype):
+    gate, up = ((4 * torch.randn(5, 9)).to(dtype).requires_grad_() for _ in range(2))
+    compare(GatedSilu.apply, lambda g, u: F.silu(g) * u, (gate, up), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,8 +80,9 @@ def test_rotation(dtype):
 def test_frozen_inputs_get_no_gradient():
     weight = torch.zeros(4)
     x = torch.randn(3, 4, requires_grad=True)
-    GemmaRmsNorm.apply(x, weight, 1e-6).sum().backward()
+    gemma_rms_norm(x, weight, 1e-6).sum().backward()
     GatedGelu.apply(torch.randn(3, 4), x).sum().backward()
+    GatedSilu.apply(torch.randn(3, 4), x).sum().backward()
     assert x.grad is not None
     assert weight.grad is None
 

@@ -13,9 +13,9 @@ from transformers.models.gemma import modeling_gemma
 
 from embodix.attention.segment import SegmentAuto, SegmentGemm
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
-from embodix.policies.pi05.vision_attention import ALIGNED_ATTENTION
 from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
+from embodix.policies.vision_attention import ALIGNED_ATTENTION
 from embodix.testing.pi05 import image_key, meta_pi05, random_batch, small_pi05, upstream_losses
 from embodix.testing.pi05_runs import fast_actions, run_fast, upstream_actions
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
@@ -35,32 +35,58 @@ class ZeroGradient(torch.autograd.Function):
         return gradient, *zeros
 
 
-class GemmaRmsNorm(torch.autograd.Function):
-    """``x / rms(x) * (1 + weight)``, computed in fp32 and returned in the dtype of ``x`` (Gemma's convention)."""
+class RmsNorm(torch.autograd.Function):
+    """``x / rms(x) * gain`` over the last dimension, computed in fp32 and returned in the dtype of ``x``."""
 
     @staticmethod
-    def forward(ctx: Any, x_NW: Tensor, weight_W: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x_NW: Tensor, gain_W: Tensor, eps: float) -> Tensor:
         wide_NW = x_NW.float()
         norm_N1 = torch.linalg.vector_norm(wide_NW, dim=-1, keepdim=True)
         inverse_N1 = norm_N1.square_().div_(x_NW.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x_NW, weight_W, inverse_N1)
-        return (wide_NW * inverse_N1).mul_(1.0 + weight_W.float()).type_as(x_NW)
+        ctx.save_for_backward(x_NW, gain_W, inverse_N1)
+        return (wide_NW * inverse_N1).mul_(gain_W.float()).type_as(x_NW)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope_NW: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_NW, weight_W, inverse_N1 = ctx.saved_tensors
-        wide_NW, slope_NW = x_NW.float(), slope_NW.float()
-        gain_W = 1.0 + weight_W.float()
+        x_NW, gain_W, inverse_N1 = ctx.saved_tensors
+        wide_NW, slope_NW, wide_gain_W = x_NW.float(), slope_NW.float(), gain_W.float()
         product_NW = slope_NW * wide_NW
-        grad_weight = None
+        grad_gain = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (product_NW.t() @ inverse_N1).squeeze(1).to(weight_W.dtype)
+            grad_gain = (product_NW.flatten(0, -2).t() @ inverse_N1.flatten(0, -2)).squeeze(1).to(gain_W.dtype)
         if not ctx.needs_input_grad[0]:
-            return None, grad_weight, None
-        pull_N1 = (product_NW @ gain_W)[:, None] * inverse_N1.pow(3) / -x_NW.shape[-1]
-        grad_NW = torch.mul(slope_NW, gain_W, out=product_NW).mul_(inverse_N1).addcmul_(wide_NW, pull_N1)
-        return grad_NW.to(x_NW.dtype), grad_weight, None
+            return None, grad_gain, None
+        pull_N1 = (product_NW @ wide_gain_W)[..., None] * inverse_N1.pow(3) / -x_NW.shape[-1]
+        grad_NW = torch.mul(slope_NW, wide_gain_W, out=product_NW).mul_(inverse_N1).addcmul_(wide_NW, pull_N1)
+        return grad_NW.to(x_NW.dtype), grad_gain, None
+
+
+def gemma_rms_norm(x_NW: Tensor, weight_W: Tensor, eps: float) -> Tensor:
+    """``x / rms(x) * (1 + weight)`` (Gemma's convention)."""
+    out_NW: Tensor = RmsNorm.apply(x_NW, 1.0 + weight_W.float(), eps)
+    return out_NW
+
+
+class GatedSilu(torch.autograd.Function):
+    """``silu(gate) * up``; the activation is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate, up = ctx.saved_tensors
+        grad_gate = grad_up = None
+        if ctx.needs_input_grad[0]:
+            grad_gate = slope * up
+            torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        if ctx.needs_input_grad[1]:
+            grad_up = F.silu(gate).mul_(slope)
+        return grad_gate, grad_up
 
 
 # gelu(x) = x * sigmoid(GELU_LINEAR * x + GELU_CUBIC * x**3) is the tanh approximation written with a sigmoid.
@@ -150,3 +176,9 @@ def _rotated(heads_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, direction: int) 
     out_NHD[..., :half].addcmul_(heads_NHD[..., half:], sin_N1D[..., :half], value=-direction)
     out_NHD[..., half:].addcmul_(heads_NHD[..., :half], sin_N1D[..., half:], value=direction)
     return out_NHD
+
+
+def is_untouched(module: nn.Module, upstream: type[nn.Module]) -> bool:
+    """Whether a module is exactly upstream's: same class, no forward of its own, no hooks."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return type(module) is upstream and "forward" not in module.__dict__ and not hooked

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from embodix.policies.functional import GatedGelu, GemmaRmsNorm, Rotate, ZeroGradient
+from embodix.policies.functional import GatedGelu, Rotate, ZeroGradient, gemma_rms_norm, is_untouched
 
 
 class PrefixLm(Protocol):
@@ -137,7 +137,7 @@ def prefix_norm(norm: nn.Module, rows_NW: Tensor) -> Tensor:
     from lerobot.policies.pi_gemma import PiGemmaRMSNorm
 
     if is_untouched(norm, PiGemmaRMSNorm) and norm.dense is None:
-        return GemmaRmsNorm.apply(rows_NW, norm.weight, norm.eps)
+        return gemma_rms_norm(rows_NW, norm.weight, norm.eps)
     normed_NW, _ = norm(rows_NW)
     return normed_NW
 
@@ -149,12 +149,6 @@ def gated_mlp(mlp: nn.Module, rows: Tensor) -> Tensor:
     if is_untouched(mlp, GemmaMLP) and mlp.config.hidden_activation == "gelu_pytorch_tanh":
         return mlp.down_proj(GatedGelu.apply(mlp.gate_proj(rows), mlp.up_proj(rows)))
     return mlp(rows)
-
-
-def is_untouched(module: nn.Module, upstream: type[nn.Module]) -> bool:
-    """Whether a module is exactly upstream's: same class, no forward of its own, no hooks."""
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    return type(module) is upstream and "forward" not in module.__dict__ and not hooked
 
 
 def rotate(heads_NHD: Tensor, rope: Rope) -> Tensor:

@@ -10,8 +10,8 @@ from torch import nn
 
 from embodix.patching import version_problem
 from embodix.policies.pi05.fast_path import Pi05FastPath
-from embodix.policies.pi05.vision_attention import align_vision_attention
 from embodix.policies.settings import FastPathSettings, TokenCounts
+from embodix.policies.vision_attention import align_vision_attention
 
 REPLACED_METHODS = ("forward", "predict_action_chunk")
 
@@ -25,7 +25,8 @@ class Pi05Installation:
         for name in REPLACED_METHODS:
             setattr(policy, name, getattr(fast_path, name))
         upstream_attention = fast_path.settings.attention is None
-        self._undo_vision = (lambda: None) if upstream_attention else align_vision_attention(policy)
+        tower = fast_path.policy.model.paligemma_with_expert.paligemma.model.vision_tower
+        self._undo_vision = (lambda: None) if upstream_attention else align_vision_attention(tower)
 
     @property
     def token_counts(self) -> TokenCounts | None:

@@ -43,11 +43,10 @@ def aligned_attention(
     return out_BHLD[..., :head_dim].transpose(1, 2).contiguous(), None
 
 
-def align_vision_attention(policy: Any) -> Callable[[], None]:
-    """Use ``aligned_attention`` in this policy's vision tower where it pays; returns the undo."""
+def align_vision_attention(tower: Any) -> Callable[[], None]:
+    """Use ``aligned_attention`` in a ``SiglipVisionModel`` where it pays; returns the undo."""
     from transformers import AttentionInterface
 
-    tower = policy.model.paligemma_with_expert.paligemma.model.vision_tower
     attention = tower.vision_model.encoder.layers[0].self_attn
     config = attention.config
     before = config._attn_implementation
