@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make upstream's GR00T-N1.5 run and load with the transformers it is pinned to, with or without flash-attn."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from embodix.patching import Patch, replace_attribute
+
+PATCH = Patch(
+    name="lerobot_groot_runs",
+    target="lerobot.policies.groot: GR00TN15, EagleBackbone, FlowmatchingActionHead's Beta, _build_eagle_processor, "
+    "Eagle25VLPreTrainedModel._init_weights",
+    requires={"lerobot": ">=0.5.1,<0.5.2", "transformers": ">=5.3,<5.4"},
+    symptom="a base model can't be loaded (Beta() on the meta device, no post_init), images can't be processed ('list' "
+    "has no 'shape'), SigLIP demands flash-attn, the connector mlp1 is drawn anew after loading, and float32 training "
+    "parameters become bfloat16.",
+    upstream="https://github.com/huggingface/lerobot/pull/3182 repairs the first three after 0.5.1",
+    why_safe="the same modules and formulas run; only where tensors are made, which attention kernel computes them, "
+    "and which copy of upstream's own Eagle files is imported changes",
+    remove_when="an upstream release with GR00T-N1.5 loads its base model without flash-attn and keeps mlp1",
+)
+
+
+def apply() -> Callable[[], None]:
+    """Repair upstream's classes; returns the undo."""
+    from lerobot.policies.groot import groot_n1, processor_groot
+    from lerobot.policies.groot.action_head import flow_matching_action_head
+    from lerobot.policies.groot.eagle2_hg_model import modeling_eagle2_5_vl as eagle
+
+    undo = [
+        replace_attribute(flow_matching_action_head, "Beta", _beta_on_cpu(flow_matching_action_head.Beta)),
+        replace_attribute(groot_n1.GR00TN15, "__init__", _with_post_init(groot_n1.GR00TN15.__init__)),
+        replace_attribute(groot_n1.GR00TN15, "from_pretrained", _in_float32(groot_n1.GR00TN15)),
+        replace_attribute(groot_n1, "AutoConfig", _VendoredConfig),
+        replace_attribute(groot_n1, "AutoModel", _VendoredModel),
+        replace_attribute(eagle, "SiglipVisionModel", _siglip_without_flash_attention(eagle.SiglipVisionModel)),
+        replace_attribute(
+            eagle.Eagle25VLPreTrainedModel,
+            "_init_weights",
+            _keeping_loaded_weights(eagle.Eagle25VLPreTrainedModel._init_weights),
+        ),
+        replace_attribute(processor_groot, "AutoProcessor", _VendoredProcessor),
+    ]
+
+    def undo_all() -> None:
+        for restore in reversed(undo):
+            restore()
+
+    return undo_all
+
+
+def _beta_on_cpu(beta: Any) -> Callable[..., Any]:
+    """Under ``from_pretrained`` new tensors land on the meta device, and a distribution has no weights to load."""
+
+    def build(*concentrations: float) -> Any:
+        import torch
+
+        with torch.device("cpu"):
+            return beta(*concentrations)
+
+    return build
+
+
+def _with_post_init(init: Callable[..., None]) -> Callable[..., None]:
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.post_init()
+
+    return initialise
+
+
+def _in_float32(cls: Any) -> Any:
+    """Upstream means float32 parameters and bfloat16 compute; transformers 5 takes the dtype of the file instead."""
+    original = cls.__dict__["from_pretrained"]
+
+    def from_pretrained(cls: Any, pretrained_model_name_or_path: str, **kwargs: Any) -> Any:
+        import torch
+
+        kwargs.setdefault("dtype", torch.float32)
+        return original.__get__(None, cls)(pretrained_model_name_or_path, **kwargs)
+
+    return classmethod(from_pretrained)
+
+
+def _siglip_without_flash_attention(siglip: Any) -> Any:
+    def build(config: Any) -> Any:
+        if importlib.util.find_spec("flash_attn") is None:
+            config._attn_implementation = "sdpa"
+        return siglip(config)
+
+    return build
+
+
+def _keeping_loaded_weights(init_weights: Callable[..., None]) -> Callable[..., None]:
+    """Upstream writes to ``.data``, past the flags with which transformers 5 protects what has been loaded."""
+
+    def _init_weights(self: Any, module: Any) -> None:
+        import torch
+
+        own = list(module.parameters(recurse=False))
+        loaded = [(p, p.detach().clone()) for p in own if getattr(p, "_is_hf_initialized", False)]
+        init_weights(self, module)
+        with torch.no_grad():
+            for parameter, value in loaded:
+                parameter.copy_(value)
+
+    return _init_weights
+
+
+class _VendoredConfig:
+    """In the place of ``AutoConfig``: upstream's own file, not the copy of it that transformers runs from a cache."""
+
+    @staticmethod
+    def from_pretrained(folder: str, trust_remote_code: bool) -> Any:
+        from lerobot.policies.groot.eagle2_hg_model.configuration_eagle2_5_vl import Eagle25VLConfig
+
+        return Eagle25VLConfig.from_pretrained(folder)
+
+
+class _VendoredModel:
+    """In the place of ``AutoModel``."""
+
+    @staticmethod
+    def from_config(config: Any, trust_remote_code: bool) -> Any:
+        from lerobot.policies.groot.eagle2_hg_model.modeling_eagle2_5_vl import Eagle25VLForConditionalGeneration
+
+        if importlib.util.find_spec("flash_attn") is None:
+            config._attn_implementation = config.text_config._attn_implementation = "sdpa"
+        return Eagle25VLForConditionalGeneration._from_config(config)
+
+
+class _VendoredProcessor:
+    """In the place of ``AutoProcessor``: the same processor, whose image step returns tensors as its callers expect."""
+
+    @staticmethod
+    def from_pretrained(folder: str, trust_remote_code: bool, use_fast: bool) -> Any:
+        from lerobot.policies.groot.eagle2_hg_model.image_processing_eagle2_5_vl_fast import (
+            Eagle25VLImageProcessorFast,
+        )
+        from lerobot.policies.groot.eagle2_hg_model.processing_eagle2_5_vl import Eagle25VLProcessor
+        from transformers import AutoTokenizer
+
+        class TensorImageProcessor(Eagle25VLImageProcessorFast):
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                kwargs.setdefault("return_tensors", "pt")
+                return super().__call__(*args, **kwargs)
+
+        settings, _ = Eagle25VLProcessor.get_processor_dict(folder)
+        return Eagle25VLProcessor(
+            image_processor=TensorImageProcessor.from_pretrained(folder),
+            tokenizer=AutoTokenizer.from_pretrained(folder),
+            **settings,
+        )
