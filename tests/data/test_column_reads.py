@@ -1,52 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The column-read patch: the same samples, without decoding what nobody asked for."""
+"""Column reads: the samples of upstream on every index, without decoding what nobody asked for."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from lerobot.datasets.dataset_reader import DatasetReader
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
-from PIL import Image, PngImagePlugin
+from PIL import PngImagePlugin
 
+from embodix.data.column_reads import read_columns
 from embodix.patching import patched
 
-CHUNK = {"action": [step / 80 for step in range(10)]}
+FRONT = "observation.images.front"
+CHUNKS = {
+    "actions": {"action": range(10)},
+    "history_and_future": {"action": range(-3, 7), "observation.state": [-5, -1, 0]},
+    "longer_than_an_episode": {"action": range(0, 120, 3)},
+    "scalars": {"timestamp": [-1, 0], "frame_index": [0, 4], "action": [0]},
+}
 
 
-def load(root, episodes=None):
-    return LeRobotDataset("embodix/metaworld", root=root, delta_timestamps=CHUNK, episodes=episodes)
+def load(root, deltas, episodes=None):
+    seconds = {key: [step / 80 for step in steps] for key, steps in deltas.items()}
+    return LeRobotDataset("embodix/metaworld", root=root, delta_timestamps=seconds, episodes=episodes)
+
+
+def without_images(dataset):
+    """Upstream's reading takes seconds a sample with images: every index is compared on the other columns."""
+    cameras = dataset.meta.camera_keys
+    dataset.reader.hf_dataset = dataset.reader.hf_dataset.remove_columns(cameras)
+    for camera in cameras:
+        del dataset.meta.info["features"][camera]
+    return dataset
+
+
+def assert_equal(mine, theirs):
+    assert mine.keys() == theirs.keys()
+    for key, value in theirs.items():
+        if torch.is_tensor(value):
+            assert mine[key].dtype == value.dtype and torch.equal(mine[key], value), key
+        else:
+            assert mine[key] == value, key
+
+
+@pytest.mark.parametrize("episodes", [None, [1], [2, 0]])
+@pytest.mark.parametrize("deltas", CHUNKS.values(), ids=CHUNKS)
+def test_every_index_equals_upstreams(demonstrations, deltas, episodes):
+    plain, narrow = (without_images(load(demonstrations, deltas, episodes)) for _ in range(2))
+    read_columns(narrow)
+    assert len(plain) > 50 and len(plain) == len(narrow)
+    for index in range(len(plain)):
+        assert_equal(narrow[index], plain[index])
 
 
 @pytest.mark.parametrize("episodes", [None, [1]])
-def test_samples_are_equal(recorded, episodes):
-    plain = load(recorded.root, episodes)
-    expected = [plain[index] for index in range(0, len(plain), 7)]
+def test_samples_with_images_are_equal(recorded, episodes):
+    deltas = {"action": range(10), FRONT: [-1, 0]}
+    plain = load(recorded.root, deltas, episodes)
+    narrow = load(recorded.root, deltas, episodes)
+    read_columns(narrow)
+    for index in range(0, len(plain), 17):
+        assert_equal(narrow[index], plain[index])
+
+
+def test_the_patch_covers_readers_that_exist_already(recorded):
+    dataset = load(recorded.root, CHUNKS["actions"])
+    expected = dataset[3]
+    before = vars(DatasetReader)["_query_hf_dataset"], vars(DatasetReader)["_get_query_indices"]
     with patched({"lerobot_column_reads": {}}):
-        narrow = load(recorded.root, episodes)
-        found = [narrow[index] for index in range(0, len(narrow), 7)]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert torch.equal(mine[key], value) if torch.is_tensor(value) else mine[key] == value, key
+        assert vars(DatasetReader)["_query_hf_dataset"] is not before[0]
+        assert_equal(dataset[3], expected)
+        assert "action" in dataset.reader._embodix_columns[1]
+    assert (vars(DatasetReader)["_query_hf_dataset"], vars(DatasetReader)["_get_query_indices"]) == before
+
+
+def test_one_data_set_alone_may_read_columns(recorded):
+    narrow, plain = (load(recorded.root, CHUNKS["actions"]) for _ in range(2))
+    read_columns(narrow)
+    assert_equal(narrow[0], plain[0])
+    assert hasattr(narrow.reader, "_embodix_columns") and not hasattr(plain.reader, "_embodix_columns")
 
 
 def test_a_sample_decodes_each_camera_once(recorded, monkeypatch):
     decoded = []
     load_image = PngImagePlugin.PngImageFile.load
-    monkeypatch.setattr(
-        PngImagePlugin.PngImageFile, "load", lambda image: decoded.append(id(image)) or load_image(image)
-    )
-    dataset = load(recorded.root)
-    with patched({"lerobot_column_reads": {}}):
-        dataset[0]
-    assert len(set(decoded)) <= 2
-    assert Image is not None
-
-
-def test_upstream_is_restored(recorded):
-    from lerobot.datasets.dataset_reader import DatasetReader
-
-    before = DatasetReader._query_hf_dataset
-    with patched({"lerobot_column_reads": {}}):
-        assert DatasetReader._query_hf_dataset is not before
-    assert DatasetReader._query_hf_dataset is before
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda image: decoded.append(image) or load_image(image))
+    dataset = load(recorded.root, CHUNKS["actions"])
+    read_columns(dataset)
+    dataset[0]
+    assert len({id(image) for image in decoded}) == 2
+    plain = load(recorded.root, CHUNKS["actions"])
+    decoded.clear()
+    plain[0]
+    assert len({id(image) for image in decoded}) > 2
