@@ -15,8 +15,8 @@ PATCH = Patch(
     "Eagle25VLPreTrainedModel._init_weights",
     requires={"lerobot": ">=0.5.1,<0.5.2", "transformers": ">=5.3,<5.4"},
     symptom="a base model can't be loaded (Beta() on the meta device, no post_init), images can't be processed ('list' "
-    "has no 'shape'), SigLIP demands flash-attn, the connector mlp1 is drawn anew after loading, and float32 training "
-    "parameters become bfloat16.",
+    "has no 'shape'), SigLIP demands flash-attn; loading draws the connector mlp1 anew, unties lm_head and makes "
+    "float32 training parameters bfloat16; a checkpoint forgets which tokenizer assets it was trained with.",
     upstream="https://github.com/huggingface/lerobot/pull/3182 repairs the first three after 0.5.1",
     why_safe="the same modules and formulas run; only where tensors are made, which attention kernel computes them, "
     "and which copy of upstream's own Eagle files is imported changes",
@@ -43,6 +43,8 @@ def apply() -> Callable[[], None]:
             _keeping_loaded_weights(eagle.Eagle25VLPreTrainedModel._init_weights),
         ),
         replace_attribute(processor_groot, "AutoProcessor", _VendoredProcessor),
+        replace_attribute(processor_groot.GrootEagleEncodeStep, "get_config", _assets_setting),
+        replace_attribute(processor_groot.GrootEagleCollateStep, "get_config", _assets_setting),
     ]
 
     def undo_all() -> None:
@@ -68,6 +70,8 @@ def _with_post_init(init: Callable[..., None]) -> Callable[..., None]:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.post_init()
+        # Transformers stops looking at the backbone, which is no PreTrainedModel and holds the tied language model.
+        self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)
 
     return initialise
 
@@ -110,6 +114,11 @@ def _keeping_loaded_weights(init_weights: Callable[..., None]) -> Callable[..., 
     return _init_weights
 
 
+def _assets_setting(step: Any) -> dict[str, Any]:
+    """What a checkpoint keeps of a step; upstream keeps nothing, and loads the default assets from the hub."""
+    return {"tokenizer_assets_repo": step.tokenizer_assets_repo}
+
+
 class _VendoredConfig:
     """In the place of ``AutoConfig``: upstream's own file, not the copy of it that transformers runs from a cache."""
 
@@ -141,7 +150,7 @@ class _VendoredProcessor:
             Eagle25VLImageProcessorFast,
         )
         from lerobot.policies.groot.eagle2_hg_model.processing_eagle2_5_vl import Eagle25VLProcessor
-        from transformers import AutoTokenizer
+        from transformers import Qwen2Tokenizer
 
         class TensorImageProcessor(Eagle25VLImageProcessorFast):
             def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,6 +160,6 @@ class _VendoredProcessor:
         settings, _ = Eagle25VLProcessor.get_processor_dict(folder)
         return Eagle25VLProcessor(
             image_processor=TensorImageProcessor.from_pretrained(folder),
-            tokenizer=AutoTokenizer.from_pretrained(folder),
+            tokenizer=Qwen2Tokenizer.from_pretrained(folder),
             **settings,
         )

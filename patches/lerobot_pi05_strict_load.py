@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embodix.patching import Patch
+from embodix.policies.weight_loading import WeightLoadError, listed
 
 PATCH = Patch(
     name="lerobot_pi05_strict_load",
@@ -22,12 +23,6 @@ PATCH = Patch(
     why_safe="upstream's method runs unchanged; its outcome is checked afterwards",
     remove_when="from_pretrained raises by itself",
 )
-
-MAX_NAMES = 12
-
-
-class WeightLoadError(ValueError):
-    """A checkpoint did not give every tensor of the policy its value."""
 
 
 @dataclass(frozen=True)
@@ -107,21 +102,13 @@ def _require_complete(source: str, reports: list[LoadReport], printed: str) -> N
         )
     report = reports[-1]
     if not report.complete:
-        parts = (("missing", report.missing), ("unexpected", report.unexpected), ("other size", report.mismatched))
-        listed = "\n".join(_listed(title, names) for title, names in parts)
+        parts = {"missing": report.missing, "unexpected": report.unexpected, "other size": report.mismatched}
         raise WeightLoadError(
             f"The checkpoint {source} does not fit this π0.5, so it would train from partly random weights.\n"
-            f"{listed}\nUse the checkpoint's own architecture, or another checkpoint."
+            f"{listed(parts)}\nUse the checkpoint's own architecture, or another checkpoint."
         )
     if said:
         raise WeightLoadError(f"Loading {source} failed.\n{said}")
-
-
-def _listed(title: str, names: list[str]) -> str:
-    shown = [f"    {name}" for name in names[:MAX_NAMES]]
-    if len(names) > MAX_NAMES:
-        shown.append(f"    ... and {len(names) - MAX_NAMES} more")
-    return "\n".join([f"  {title} ({len(names)}):", *shown])
 
 
 class _Tee(io.TextIOBase):
