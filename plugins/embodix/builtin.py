@@ -31,7 +31,11 @@ def register_attention_backends() -> list[Registration]:
 
 @hookimpl
 def register_policy_wrappers() -> list[Registration]:
-    return [Registration("pi05", "embodix.policies.pi05.wrapper:Pi05Wrapper", "packed π0.5 on upstream's PI05Policy")]
+    pi05, groot = "embodix.policies.pi05.wrapper", "embodix.policies.groot_n15.wrapper"
+    return [
+        Registration("pi05", f"{pi05}:Pi05Wrapper", "packed π0.5 on upstream's PI05Policy"),
+        Registration("groot", f"{groot}:GrootN15Wrapper", "packed GR00T-N1.5 on upstream's GrootPolicy"),
+    ]
 
 
 @hookimpl

@@ -66,7 +66,8 @@ def compare_gradients(got: Gradients, wanted: Gradients) -> GradientComparison:
             comparison.structure.append(f"{name}: zero on one side only")
         difference = float((ours.double() - theirs.double()).norm())
         squared_difference += difference**2
-        scale_name = name.removesuffix("bias") + "weight" if name.endswith("k_proj.bias") else name
+        is_key_bias = name.endswith(("k_proj.bias", "to_k.bias"))
+        scale_name = name.removesuffix("bias") + "weight" if is_key_bias else name
         error = difference / norms[scale_name] if difference else 0.0
         if not error <= comparison.worst:
             comparison.worst, comparison.worst_name = error, name

@@ -29,7 +29,7 @@ def run_upstream(policy: Any, batch: Mapping[str, Tensor], seed: int = 0) -> Tra
     """Forward and backward of upstream's own model, ``camera_is_pad`` honoured in its image masks."""
     action_dim = policy.config.output_features["action"].shape[0]
     torch.manual_seed(seed)
-    return _finish(policy, upstream_losses(policy, batch)[..., :action_dim].mean())
+    return finish_run(policy, upstream_losses(policy, batch)[..., :action_dim].mean())
 
 
 def run_fast(policy: Any, batch: Mapping[str, Tensor], settings: FastPathSettings, seed: int = 0) -> TrainingRun:
@@ -38,12 +38,13 @@ def run_fast(policy: Any, batch: Mapping[str, Tensor], settings: FastPathSetting
     try:
         torch.manual_seed(seed)
         loss, _ = policy(batch)
-        return _finish(policy, loss)
+        return finish_run(policy, loss)
     finally:
         installation.uninstall()
 
 
-def _finish(policy: Any, loss: Tensor) -> TrainingRun:
+def finish_run(policy: Any, loss: Tensor) -> TrainingRun:
+    """Backward; the gradients are copied and cleared."""
     policy.zero_grad(set_to_none=True)
     loss.backward()
     run = TrainingRun(loss.item(), gradients_of(policy), torch.get_rng_state())

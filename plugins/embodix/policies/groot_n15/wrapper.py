@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Install the packed GR00T-N1.5 on one instance of upstream's ``GrootPolicy``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from embodix.patching import version_problem
+from embodix.policies.groot_n15.fast_path import GrootFastPath
+from embodix.policies.settings import FastPathSettings, TokenCounts
+from embodix.policies.vision_attention import align_vision_attention
+
+REPLACED_METHODS = ("forward", "predict_action_chunk")
+
+
+class GrootInstallation:
+    """The fast path in place on one policy."""
+
+    def __init__(self, policy: nn.Module, fast_path: GrootFastPath) -> None:
+        self._policy = policy
+        self.fast_path = fast_path
+        for name in REPLACED_METHODS:
+            setattr(policy, name, getattr(fast_path, name))
+        upstream_attention = fast_path.settings.attention is None
+        tower = fast_path.policy._groot_model.backbone.eagle_model.vision_model
+        self._undo_vision = (lambda: None) if upstream_attention else align_vision_attention(tower)
+
+    @property
+    def token_counts(self) -> TokenCounts | None:
+        """Counts of the last training step, None before the first."""
+        return self.fast_path.token_counts
+
+    def uninstall(self) -> None:
+        """Put upstream's methods back; a second call does nothing."""
+        for name in REPLACED_METHODS:
+            if getattr(self._policy.__dict__.get(name), "__self__", None) is self.fast_path:
+                delattr(self._policy, name)
+        self._undo_vision()
+
+    def describe(self) -> dict[str, Any]:
+        """What is installed, for reports."""
+        return {
+            "policy": GrootN15Wrapper.policy_type,
+            **self.fast_path.settings.describe(),
+            "replaced": list(REPLACED_METHODS),
+        }
+
+
+class GrootN15Wrapper:
+    """Sets ``forward`` and ``predict_action_chunk`` on the instance; parameters, names and checkpoints stay.
+
+    ``vision_tokens`` makes no difference here: upstream's batch has no images of absent cameras.
+    """
+
+    policy_type = "groot"
+    supported: Mapping[str, str] = {"lerobot": ">=0.5.1,<0.5.2"}
+
+    def install(self, policy: nn.Module, settings: FastPathSettings) -> GrootInstallation:
+        """Install before DDP or autocast wrap the policy.
+
+        Raises:
+            ValueError: lerobot out of range, another policy type, a config that the packed computation does not cover,
+                or already installed.
+        """
+        for distribution, wanted in self.supported.items():
+            problem = version_problem(distribution, wanted)
+            if problem:
+                raise ValueError(f"The fast path of {self.policy_type} follows one upstream version: {problem}.")
+        self._require_policy(policy)
+        return GrootInstallation(policy, GrootFastPath(policy, settings))
+
+    def head_dim(self, policy: Any) -> int:
+        """Channels of one attention head of the language model, the widest of the three transformers."""
+        return int(policy._groot_model.backbone.eagle_model.language_model.model.layers[0].self_attn.head_dim)
+
+    def _require_policy(self, policy: Any) -> None:
+        from lerobot.policies.groot.modeling_groot import GrootPolicy
+
+        if not isinstance(policy, GrootPolicy):
+            found = getattr(policy, "name", None) or type(policy).__name__
+            raise ValueError(
+                f"The fast path of {self.policy_type} takes lerobot's GrootPolicy; got {found!r} "
+                f"({type(policy).__module__}.{type(policy).__qualname__}). Choose the wrapper of that policy, and "
+                "install before wrapping it in DDP or PEFT."
+            )
+        if any(name in policy.__dict__ for name in REPLACED_METHODS):
+            raise ValueError("This policy already has replaced methods; uninstall them first.")
+        problems = list(_uncovered(policy._groot_model))
+        if problems:
+            raise ValueError(
+                f"The packed GR00T does not cover this model: {'; '.join(problems)}. "
+                "Set packing, attention, vision_tokens and action_pad to upstream's."
+            )
+
+
+def _uncovered(model: Any) -> Iterator[str]:
+    """What of this model the packed computation would get wrong."""
+    from transformers import Qwen3ForCausalLM, SiglipVisionModel
+
+    backbone = model.backbone
+    eagle, language = backbone.eagle_model, backbone.eagle_model.language_model
+    if not isinstance(language, Qwen3ForCausalLM) or not isinstance(eagle.vision_model, SiglipVisionModel):
+        yield f"it has {type(language).__name__} on {type(eagle.vision_model).__name__}, not Qwen3 on SigLIP"
+        return
+    if len(language.model.layers) != backbone.select_layer:
+        yield f"select_layer is {backbone.select_layer} and the language model has {len(language.model.layers)} layers"
+    if language.model.has_sliding_layers:
+        yield "its language model has sliding-window layers"
+    if backbone.tune_llm and language.config.attention_dropout > 0:
+        yield f"attention_dropout is {language.config.attention_dropout} in a tuned language model"
+    if model.action_head.config.expand_batch is not None:
+        yield f"expand_batch is {model.action_head.config.expand_batch} (flow_samples draws several times instead)"
