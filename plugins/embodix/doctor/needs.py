@@ -13,17 +13,27 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.doctor.findings import Diagnosis, VersionFinding, implementation_problem
 from embodix.doctor.machine import AttentionTarget, MachineFinding
-from embodix.patching import PatchError, patch_module
+from embodix.patching import SIZE_PATCHES, PatchError, patch_module
 from embodix.plugins import PluginError, PluginRegistry
 
 # The choices that leave upstream's own computation in place, so that no policy wrapper is needed.
-UPSTREAM_CHOICES = {"packing": "none", "attention": "upstream", "vision_tokens": "upstream", "action_pad": "host"}
-SIZES_PATCH = "lerobot_pi05_sizes"
+UPSTREAM_CHOICES = {
+    "packing": "none",
+    "attention": "upstream",
+    "vision_tokens": "upstream",
+    "action_pad": "host",
+}
 
 
-def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis) -> list[str]:
+def unmet_needs(
+    config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis
+) -> list[str]:
     """Every fault of this installation that stops a run of ``config``."""
-    faults = [*_versions(diagnosis.versions), *_plugins(config, registry), *_patches(config)]
+    faults = [
+        *_versions(diagnosis.versions),
+        *_plugins(config, registry),
+        *_patches(config),
+    ]
     faults += _implementations(config, registry)
     if diagnosis.machine is not None:
         faults += _machine(config, diagnosis.machine)
@@ -32,8 +42,15 @@ def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnos
 
 def attention_target(config: DictConfig) -> AttentionTarget:
     """Device, dtype and head size that the config's policy runs attention with."""
-    head_dim = OmegaConf.select(config, "architecture.language.head_dim") or AttentionTarget.head_dim
-    return AttentionTarget(_device(config), str(_select(config, "policy.dtype") or "float32"), int(head_dim))
+    head_dim = (
+        OmegaConf.select(config, "architecture.language.head_dim")
+        or AttentionTarget.head_dim
+    )
+    return AttentionTarget(
+        _device(config),
+        str(_select(config, "policy.dtype") or "float32"),
+        int(head_dim),
+    )
 
 
 def _versions(versions: list[VersionFinding]) -> Iterator[str]:
@@ -55,8 +72,9 @@ def _plugins(config: DictConfig, registry: PluginRegistry) -> Iterator[str]:
 
 def _patches(config: DictConfig) -> Iterator[str]:
     names = list(_select(config, "patches") or {})
-    if _select(config, "architecture") and SIZES_PATCH not in names:
-        names.append(SIZES_PATCH)
+    sizes = SIZE_PATCHES.get(str(_select(config, "policy.type")))
+    if _select(config, "architecture") and sizes is not None and sizes not in names:
+        names.append(sizes)
     for name in names:
         try:
             problem = patch_module(name).PATCH.version_problem()
@@ -75,26 +93,39 @@ def _implementations(config: DictConfig, registry: PluginRegistry) -> Iterator[s
         if problem:
             yield f"{kind} {name!r}: {problem}"
     if _select(config, "attention.name") == "auto":
-        reasons = {name: _named_problem(registry, "attention_backends", name, target) for name in _backends(registry)}
+        reasons = {
+            name: _named_problem(registry, "attention_backends", name, target)
+            for name in _backends(registry)
+        }
         if all(reasons.values()):
             listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             yield f"attention 'auto' finds no backend that can run; choose attention=upstream. {listed}"
 
 
-def _named_implementations(config: DictConfig, registry: PluginRegistry) -> Iterator[tuple[str, str]]:
-    packing, attention = _select(config, "packing.name"), _select(config, "attention.name")
+def _named_implementations(
+    config: DictConfig, registry: PluginRegistry
+) -> Iterator[tuple[str, str]]:
+    packing, attention = (
+        _select(config, "packing.name"),
+        _select(config, "attention.name"),
+    )
     if packing:
         yield "packers", packing
     if attention not in (None, "upstream", "auto"):
         yield "attention_backends", attention
     chosen = {group: _select(config, f"{group}.name") for group in UPSTREAM_CHOICES}
-    if any(chosen[group] not in (None, upstream) for group, upstream in UPSTREAM_CHOICES.items()):
+    if any(
+        chosen[group] not in (None, upstream)
+        for group, upstream in UPSTREAM_CHOICES.items()
+    ):
         yield "policy_wrappers", str(_select(config, "policy.type"))
     if _select(config, "env.type") in registry.names("environments"):
         yield "environments", str(_select(config, "env.type"))
 
 
-def _named_problem(registry: PluginRegistry, kind: str, name: str, target: AttentionTarget) -> str | None:
+def _named_problem(
+    registry: PluginRegistry, kind: str, name: str, target: AttentionTarget
+) -> str | None:
     try:
         registry.registration(kind, name)
     except PluginError as error:
@@ -107,7 +138,9 @@ def _machine(config: DictConfig, machine: MachineFinding) -> Iterator[str]:
     if device.startswith("cuda") and machine.gpu_problem:
         yield f"policy.device={device} cannot be used: {machine.gpu_problem}; set policy.device=cpu."
     if _select(config, "env") and all(machine.rendering.values()):
-        reasons = "; ".join(f"{backend}: {reason}" for backend, reason in machine.rendering.items())
+        reasons = "; ".join(
+            f"{backend}: {reason}" for backend, reason in machine.rendering.items()
+        )
         yield f"env renders off-screen, and no backend can: {reasons}. Install libegl1 and libegl-mesa0, or libosmesa6."
 
 

@@ -113,6 +113,7 @@ class TrainApp:
     attention: NamedChoice = field(default_factory=NamedChoice)
     vision_tokens: NamedChoice = field(default_factory=NamedChoice)
     action_pad: NamedChoice = field(default_factory=NamedChoice)
+    language: NamedChoice = field(default_factory=NamedChoice)
     flow_samples: int = 1
     optimizer: Any = None
     scheduler: Any = None
@@ -131,4 +132,6 @@ class TrainApp:
 
 def register() -> None:
     """Make the schema known to Hydra as ``schema/train``."""
-    ConfigStore.instance().store(group="schema", name="train", node=TrainApp, package="_global_")
+    ConfigStore.instance().store(
+        group="schema", name="train", node=TrainApp, package="_global_"
+    )
