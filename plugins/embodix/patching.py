@@ -19,10 +19,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 PATCH_PACKAGE = "embodix.patches"
-SIZE_PATCHES = {
-    "pi05": "lerobot_pi05_sizes",
-    "groot": "lerobot_groot_sizes",
-}  # policy type -> its patch of sizes
+SIZE_PATCHES = {"pi05": "lerobot_pi05_sizes", "groot": "lerobot_groot_sizes"}  # policy type -> its patch of sizes
 
 
 class PatchError(RuntimeError):
@@ -94,9 +91,7 @@ def patch_module(name: str) -> ModuleType:
         PatchError: no such patch; the message lists those that exist.
     """
     if name not in patch_names():
-        raise PatchError(
-            f"No patch is called {name!r}; known: {', '.join(patch_names())}."
-        )
+        raise PatchError(f"No patch is called {name!r}; known: {', '.join(patch_names())}.")
     return importlib.import_module(f"{PATCH_PACKAGE}.{name}")
 
 
@@ -136,9 +131,7 @@ def apply_patch(name: str, **options: Any) -> None:
     module = patch_module(name)
     problem = module.PATCH.version_problem()
     if problem:
-        raise PatchError(
-            f"Patch {name!r} of {module.PATCH.target} does not fit this host: {problem}."
-        )
+        raise PatchError(f"Patch {name!r} of {module.PATCH.target} does not fit this host: {problem}.")
     _applied[name] = _Applied(options, module.apply(**options))
 
 
@@ -146,9 +139,7 @@ def undo_patch(name: str) -> None:
     """Give up one use of a patch; the last one restores upstream."""
     current = _applied.get(name)
     if current is None:
-        raise PatchError(
-            f"Patch {name!r} is not applied; applied: {', '.join(sorted(_applied)) or 'none'}."
-        )
+        raise PatchError(f"Patch {name!r} is not applied; applied: {', '.join(sorted(_applied)) or 'none'}.")
     current.users -= 1
     if current.users == 0:
         del _applied[name]
@@ -165,18 +156,14 @@ def patched(patches: Mapping[str, Mapping[str, Any] | None]) -> Iterator[None]:
         yield
 
 
-def replace_attribute(
-    owner: Any, attribute: str, replacement: Any
-) -> Callable[[], None]:
+def replace_attribute(owner: Any, attribute: str, replacement: Any) -> Callable[[], None]:
     """Set ``owner.attribute`` and return the function that restores it.
 
     The restored attribute is the descriptor itself (a class method stays one), and what ``owner`` had inherited
     is inherited again.
     """
     if not hasattr(owner, attribute):
-        raise PatchError(
-            f"{owner!r} has no attribute {attribute!r} to replace; the host has changed."
-        )
+        raise PatchError(f"{owner!r} has no attribute {attribute!r} to replace; the host has changed.")
     inherited = attribute not in vars(owner)
     original = None if inherited else vars(owner)[attribute]
     setattr(owner, attribute, replacement)

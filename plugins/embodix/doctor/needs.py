@@ -17,23 +17,12 @@ from embodix.patching import SIZE_PATCHES, PatchError, patch_module
 from embodix.plugins import PluginError, PluginRegistry
 
 # The choices that leave upstream's own computation in place, so that no policy wrapper is needed.
-UPSTREAM_CHOICES = {
-    "packing": "none",
-    "attention": "upstream",
-    "vision_tokens": "upstream",
-    "action_pad": "host",
-}
+UPSTREAM_CHOICES = {"packing": "none", "attention": "upstream", "vision_tokens": "upstream", "action_pad": "host"}
 
 
-def unmet_needs(
-    config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis
-) -> list[str]:
+def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis) -> list[str]:
     """Every fault of this installation that stops a run of ``config``."""
-    faults = [
-        *_versions(diagnosis.versions),
-        *_plugins(config, registry),
-        *_patches(config),
-    ]
+    faults = [*_versions(diagnosis.versions), *_plugins(config, registry), *_patches(config)]
     faults += _implementations(config, registry)
     if diagnosis.machine is not None:
         faults += _machine(config, diagnosis.machine)
@@ -42,15 +31,8 @@ def unmet_needs(
 
 def attention_target(config: DictConfig) -> AttentionTarget:
     """Device, dtype and head size that the config's policy runs attention with."""
-    head_dim = (
-        OmegaConf.select(config, "architecture.language.head_dim")
-        or AttentionTarget.head_dim
-    )
-    return AttentionTarget(
-        _device(config),
-        str(_select(config, "policy.dtype") or "float32"),
-        int(head_dim),
-    )
+    head_dim = OmegaConf.select(config, "architecture.language.head_dim") or AttentionTarget.head_dim
+    return AttentionTarget(_device(config), str(_select(config, "policy.dtype") or "float32"), int(head_dim))
 
 
 def _versions(versions: list[VersionFinding]) -> Iterator[str]:
@@ -93,39 +75,26 @@ def _implementations(config: DictConfig, registry: PluginRegistry) -> Iterator[s
         if problem:
             yield f"{kind} {name!r}: {problem}"
     if _select(config, "attention.name") == "auto":
-        reasons = {
-            name: _named_problem(registry, "attention_backends", name, target)
-            for name in _backends(registry)
-        }
+        reasons = {name: _named_problem(registry, "attention_backends", name, target) for name in _backends(registry)}
         if all(reasons.values()):
             listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             yield f"attention 'auto' finds no backend that can run; choose attention=upstream. {listed}"
 
 
-def _named_implementations(
-    config: DictConfig, registry: PluginRegistry
-) -> Iterator[tuple[str, str]]:
-    packing, attention = (
-        _select(config, "packing.name"),
-        _select(config, "attention.name"),
-    )
+def _named_implementations(config: DictConfig, registry: PluginRegistry) -> Iterator[tuple[str, str]]:
+    packing, attention = _select(config, "packing.name"), _select(config, "attention.name")
     if packing:
         yield "packers", packing
     if attention not in (None, "upstream", "auto"):
         yield "attention_backends", attention
     chosen = {group: _select(config, f"{group}.name") for group in UPSTREAM_CHOICES}
-    if any(
-        chosen[group] not in (None, upstream)
-        for group, upstream in UPSTREAM_CHOICES.items()
-    ):
+    if any(chosen[group] not in (None, upstream) for group, upstream in UPSTREAM_CHOICES.items()):
         yield "policy_wrappers", str(_select(config, "policy.type"))
     if _select(config, "env.type") in registry.names("environments"):
         yield "environments", str(_select(config, "env.type"))
 
 
-def _named_problem(
-    registry: PluginRegistry, kind: str, name: str, target: AttentionTarget
-) -> str | None:
+def _named_problem(registry: PluginRegistry, kind: str, name: str, target: AttentionTarget) -> str | None:
     try:
         registry.registration(kind, name)
     except PluginError as error:
@@ -138,9 +107,7 @@ def _machine(config: DictConfig, machine: MachineFinding) -> Iterator[str]:
     if device.startswith("cuda") and machine.gpu_problem:
         yield f"policy.device={device} cannot be used: {machine.gpu_problem}; set policy.device=cpu."
     if _select(config, "env") and all(machine.rendering.values()):
-        reasons = "; ".join(
-            f"{backend}: {reason}" for backend, reason in machine.rendering.items()
-        )
+        reasons = "; ".join(f"{backend}: {reason}" for backend, reason in machine.rendering.items())
         yield f"env renders off-screen, and no backend can: {reasons}. Install libegl1 and libegl-mesa0, or libosmesa6."
 
 

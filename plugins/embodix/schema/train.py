@@ -132,6 +132,4 @@ class TrainApp:
 
 def register() -> None:
     """Make the schema known to Hydra as ``schema/train``."""
-    ConfigStore.instance().store(
-        group="schema", name="train", node=TrainApp, package="_global_"
-    )
+    ConfigStore.instance().store(group="schema", name="train", node=TrainApp, package="_global_")

@@ -26,11 +26,7 @@ def prepare_host_assets(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None:
     policy: Any = host_cfg.policy
     if cfg.architecture is None or policy is None or policy.type != "groot":
         return
-    from embodix.policies.groot_n15.assets import (
-        BASE_MODEL,
-        AssetSettings,
-        prepare_assets,
-    )
+    from embodix.policies.groot_n15.assets import BASE_MODEL, AssetSettings, prepare_assets
 
     named = _named_folder(policy)
     if named is not None and named.is_dir():
@@ -39,9 +35,7 @@ def prepare_host_assets(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None:
     architecture: Any = OmegaConf.to_container(cfg.architecture, resolve=True)
     settings = AssetSettings(
         architecture=architecture,
-        instructions=[
-            str(task) for dataset in datasets for task in dataset.tasks.index
-        ],
+        instructions=[str(task) for dataset in datasets for task in dataset.tasks.index],
         max_state_dim=policy.max_state_dim,
         max_action_dim=policy.max_action_dim,
         chunk_size=policy.chunk_size,
@@ -64,21 +58,13 @@ def _named_folder(policy: Any) -> Path | None:
     return None if name == DEFAULT_TOKENIZER_ASSETS_REPO else Path(name)
 
 
-def _metadata(
-    cfg: DictConfig, host_cfg: TrainPipelineConfig
-) -> list[LeRobotDatasetMetadata]:
+def _metadata(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> list[LeRobotDatasetMetadata]:
     """Of the dataset, or of each member of a mixture."""
     members = cfg.dataset.get("members")
     if members is None:
         dataset = host_cfg.dataset
-        return [
-            LeRobotDatasetMetadata(
-                dataset.repo_id, root=dataset.root, revision=dataset.revision
-            )
-        ]
+        return [LeRobotDatasetMetadata(dataset.repo_id, root=dataset.root, revision=dataset.revision)]
     return [
-        LeRobotDatasetMetadata(
-            member.repo_id, root=member.get("root"), revision=member.get("revision")
-        )
+        LeRobotDatasetMetadata(member.repo_id, root=member.get("root"), revision=member.get("revision"))
         for member in members.values()
     ]

@@ -34,9 +34,7 @@ def require_landed_groups(cfg: DictConfig) -> None:
     """
     for key in cfg:
         if "/" in str(key):
-            raise ValueError(
-                f"Config key {key!r} is a group that did not land; is its YAML on Hydra's search path?"
-            )
+            raise ValueError(f"Config key {key!r} is a group that did not land; is its YAML on Hydra's search path?")
     for group in NAMED_GROUPS:
         node = cfg.get(group)
         if not isinstance(node, DictConfig) or not isinstance(node.get("name"), str):
@@ -61,20 +59,9 @@ def host_fields(cfg: DictConfig) -> dict[str, Any]:
     """The part of the config that is upstream's, as the plain mapping draccus decodes."""
     plain = _plain(cfg)
     fields = dict(plain["train"])
-    for name in (
-        "dataset",
-        "env",
-        "policy",
-        "optimizer",
-        "scheduler",
-        "peft",
-        "eval",
-        "rename_map",
-    ):
+    for name in ("dataset", "env", "policy", "optimizer", "scheduler", "peft", "eval", "rename_map"):
         fields[name] = plain[name]
-    fields["use_policy_training_preset"] = (
-        plain["optimizer"] is None and plain["scheduler"] is None
-    )
+    fields["use_policy_training_preset"] = plain["optimizer"] is None and plain["scheduler"] is None
     if plain["logging"]["name"] == "wandb":
         fields["wandb"] = plain["logging"]["options"]
     return {key: value for key, value in fields.items() if value is not None}
@@ -90,9 +77,7 @@ def fill_missing_preset(host_cfg: TrainPipelineConfig) -> None:
         host_cfg.scheduler = host_cfg.policy.get_scheduler_preset()
 
 
-def host_config_of_checkpoint(
-    config_path: Path, overrides: list[str]
-) -> TrainPipelineConfig:
+def host_config_of_checkpoint(config_path: Path, overrides: list[str]) -> TrainPipelineConfig:
     """Upstream's config as a checkpoint holds it, with the command line's own fields applied on top.
 
     Args:
@@ -117,11 +102,7 @@ def _host_key(key: str) -> str | None:
     """Where upstream's config holds a field of ours; None for what is not upstream's, or a whole group."""
     if key.startswith("train."):
         return key.removeprefix("train.")
-    return (
-        key
-        if re.match(r"(policy|dataset|env|eval|optimizer|scheduler)\.", key)
-        else None
-    )
+    return key if re.match(r"(policy|dataset|env|eval|optimizer|scheduler)\.", key) else None
 
 
 def _register_choices(env: Mapping[str, Any] | None) -> None:
@@ -144,53 +125,27 @@ def _decode(fields: Mapping[str, Any]) -> TrainPipelineConfig:
     try:
         decoded = draccus.decode(TrainPipelineConfig, dict(fields))
     except Exception as error:  # draccus raises several unrelated kinds for a bad value
-        raise ValueError(
-            f"Upstream's config rejects a value: {error}{_nearest(error)}"
-        ) from error
+        raise ValueError(f"Upstream's config rejects a value: {error}{_nearest(error)}") from error
     assert isinstance(decoded, TrainPipelineConfig)
     return decoded
 
 
 def _nearest(error: Exception) -> str:
     """Nearest field names for draccus's 'The fields `x` are not valid for Y'."""
-    match = re.search(
-        r"fields? `(?P<fields>[^`]+)` (?:is|are) not valid for (?P<owner>\w+)",
-        str(error),
-    )
+    match = re.search(r"fields? `(?P<fields>[^`]+)` (?:is|are) not valid for (?P<owner>\w+)", str(error))
     if match is None:
         return _nearest_choice(error)
-    owners = [
-        cls
-        for cls in _config_classes(TrainPipelineConfig)
-        if cls.__name__ == match["owner"]
-    ]
+    owners = [cls for cls in _config_classes(TrainPipelineConfig) if cls.__name__ == match["owner"]]
     known = [f.name for cls in owners for f in dataclasses.fields(cls)]
-    hints = [
-        difflib.get_close_matches(name.strip(), known, n=1)
-        for name in match["fields"].split(",")
-    ]
+    hints = [difflib.get_close_matches(name.strip(), known, n=1) for name in match["fields"].split(",")]
     names = [hint[0] for hint in hints if hint]
-    return (
-        f" Did you mean {', '.join(names)}?"
-        if names
-        else f" Known fields: {', '.join(known)}."
-    )
+    return f" Did you mean {', '.join(names)}?" if names else f" Known fields: {', '.join(known)}."
 
 
 def _nearest_choice(error: Exception) -> str:
     """Nearest and known names for draccus's "Couldn't find a choice class for 'x' in <class y>"."""
-    match = re.search(
-        r"choice class for '(?P<name>[^']+)' in <class '[\w.]*\.(?P<owner>\w+)'",
-        str(error),
-    )
-    registry = next(
-        (
-            r
-            for r in _registries()
-            if match is not None and r.__name__ == match["owner"]
-        ),
-        None,
-    )
+    match = re.search(r"choice class for '(?P<name>[^']+)' in <class '[\w.]*\.(?P<owner>\w+)'", str(error))
+    registry = next((r for r in _registries() if match is not None and r.__name__ == match["owner"]), None)
     if match is None or registry is None:
         return ""
     known = sorted(registry.get_known_choices())
@@ -209,16 +164,7 @@ def _registries() -> tuple[Any, ...]:
 
 
 def _config_classes(root: type) -> list[type]:
-    from lerobot.configs.default import (
-        DatasetConfig,
-        EvalConfig,
-        PeftConfig,
-        WandBConfig,
-    )
+    from lerobot.configs.default import DatasetConfig, EvalConfig, PeftConfig, WandBConfig
 
-    choices = [
-        choice
-        for registry in _registries()
-        for choice in registry.get_known_choices().values()
-    ]
+    choices = [choice for registry in _registries() for choice in registry.get_known_choices().values()]
     return [root, DatasetConfig, EvalConfig, PeftConfig, WandBConfig, *choices]

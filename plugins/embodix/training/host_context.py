@@ -29,13 +29,9 @@ def host_context(cfg: DictConfig, resume_config: Path | None = None) -> Iterator
     """
     with ExitStack() as stack:
         stack.enter_context(patched(required_patches(cfg)))
-        if (
-            cfg.tokenizer.directory is not None and cfg.policy.type != "groot"
-        ):  # which has tokenizer_assets_repo
+        if cfg.tokenizer.directory is not None and cfg.policy.type != "groot":  # which has tokenizer_assets_repo
             stack.enter_context(offline_tokenizer(Path(cfg.tokenizer.directory)))
-        arguments = ["lerobot-train"] + (
-            [f"--config_path={resume_config}"] if resume_config else []
-        )
+        arguments = ["lerobot-train"] + ([f"--config_path={resume_config}"] if resume_config else [])
         stack.enter_context(command_line(arguments))
         yield
 
@@ -43,9 +39,7 @@ def host_context(cfg: DictConfig, resume_config: Path | None = None) -> Iterator
 def required_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     """The chosen patches with their options, and those that the policy's sizes and language ask for."""
     plain: Any = OmegaConf.to_container(cfg.patches, resolve=True)
-    patches: dict[str, dict[str, Any]] = {
-        name: dict(options or {}) for name, options in plain.items()
-    }
+    patches: dict[str, dict[str, Any]] = {name: dict(options or {}) for name, options in plain.items()}
     if "lerobot_atomic_checkpoint" in patches:
         patches["lerobot_atomic_checkpoint"]["on_saved"] = write_session_state
     if cfg.architecture is not None:

@@ -45,9 +45,7 @@ class RunResult:
     @property
     def final_loss(self) -> float:
         tail = self.records[-max(1, len(self.records) // 10) :]
-        return (
-            statistics.fmean(record.loss for record in tail) if tail else float("nan")
-        )
+        return statistics.fmean(record.loss for record in tail) if tail else float("nan")
 
 
 def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
@@ -75,9 +73,7 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
     return _run(cfg, host_cfg, merged, checkpoint)
 
 
-def _require_resumable(
-    checkpoint: Checkpoint, recorded: list[str], added: list[str]
-) -> None:
+def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[str]) -> None:
     """A resumed run keeps the checkpoint's policy, optimizer, schedule and simulator; asking for others is refused.
 
     Raises:
@@ -92,11 +88,7 @@ def _require_resumable(
                 f"resume={checkpoint.folder} holds a policy of type {checkpoint.policy_type()!r}, but this command "
                 f"asks for {asked['type']!r}. Leave the policy out when resuming, or resume another checkpoint."
             )
-    fixed = [
-        override
-        for override in added
-        if _is_fixed_on_resume(override) and override not in recorded
-    ]
+    fixed = [override for override in added if _is_fixed_on_resume(override) and override not in recorded]
     if fixed:
         raise ValueError(
             f"{', '.join(fixed)} cannot be chosen when resuming: the checkpoint's own is kept. Change single fields "
@@ -107,19 +99,12 @@ def _require_resumable(
 
 def _is_fixed_on_resume(override: str) -> bool:
     key, _, value = override.lstrip("+").partition("=")
-    return key in ("optimizer", "scheduler", "env", "peft", "rename_map") or (
-        key,
-        value,
-    ) == ("logging", "wandb")
+    return key in ("optimizer", "scheduler", "env", "peft", "rename_map") or (key, value) == ("logging", "wandb")
 
 
 def compose_train(overrides: list[str]) -> DictConfig:
     """Compose the train config again, without Hydra's own overrides and without an output folder."""
-    kept = [
-        override
-        for override in overrides
-        if not override.lstrip("+~").startswith("hydra")
-    ]
+    kept = [override for override in overrides if not override.lstrip("+~").startswith("hydra")]
     return compose("train", [*kept, "train.output_dir=null"])
 
 
@@ -131,10 +116,7 @@ def merge_overrides(recorded: list[str], added: list[str]) -> list[str]:
 
 
 def _run(
-    cfg: DictConfig,
-    host_cfg: TrainPipelineConfig,
-    overrides: list[str],
-    checkpoint: Checkpoint | None,
+    cfg: DictConfig, host_cfg: TrainPipelineConfig, overrides: list[str], checkpoint: Checkpoint | None
 ) -> RunResult:
     from lerobot.scripts.lerobot_train import train
 

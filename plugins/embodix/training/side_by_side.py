@@ -15,13 +15,7 @@ from typing import Any
 
 from lerobot.scripts import lerobot_train
 from omegaconf import DictConfig, OmegaConf
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from embodix.patching import replace_attribute
 from embodix.report.steps import StepRecord
@@ -29,11 +23,7 @@ from embodix.training.accelerator import ObservedAccelerator
 from embodix.training.dataset_checks import require_trainable_dataset
 from embodix.training.features import select_features
 from embodix.training.host_assets import prepare_host_assets
-from embodix.training.host_config import (
-    decode_host_config,
-    fill_missing_preset,
-    require_landed_groups,
-)
+from embodix.training.host_config import decode_host_config, fill_missing_preset, require_landed_groups
 from embodix.training.host_context import required_patches
 from embodix.training.lockstep import run_in_turns
 from embodix.training.run import compose_train
@@ -52,9 +42,7 @@ class Variant:
     cfg: DictConfig
 
 
-def compose_variants(
-    settings: DictConfig, overrides: list[str], output_dir: Path
-) -> list[Variant]:
+def compose_variants(settings: DictConfig, overrides: list[str], output_dir: Path) -> list[Variant]:
     """Compose each variant's train config.
 
     Args:
@@ -66,11 +54,7 @@ def compose_variants(
         ValueError: fewer than two variants, or variants that differ in data, seed, steps, batch size or sizes,
             so that their steps could not be compared.
     """
-    common = [
-        o
-        for o in overrides
-        if not o.lstrip("+~").startswith(("compare.", "compare=", "hydra"))
-    ]
+    common = [o for o in overrides if not o.lstrip("+~").startswith(("compare.", "compare=", "hydra"))]
     variants = []
     for name, own in settings.variants.items():
         cfg = compose_train([*common, *own, "step_clock.synchronize=true"])
@@ -79,9 +63,7 @@ def compose_variants(
         cfg.step_clock.count_flops_at = 1  # a warm-up step, which no time is taken from
         variants.append(Variant(str(name), [*common, *own], cfg))
     if len(variants) < 2:
-        raise ValueError(
-            f"compare.variants needs at least two variants; got {[v.name for v in variants]}."
-        )
+        raise ValueError(f"compare.variants needs at least two variants; got {[v.name for v in variants]}.")
     _require_same_work(variants)
     return variants
 
@@ -91,11 +73,7 @@ def _require_same_work(variants: list[Variant]) -> None:
     for variant in variants[1:]:
         for node in SHARED_NODES:
             if variant.cfg[node] != reference.cfg[node]:
-                raise ValueError(
-                    _differs(
-                        reference, variant, node, reference.cfg[node], variant.cfg[node]
-                    )
-                )
+                raise ValueError(_differs(reference, variant, node, reference.cfg[node], variant.cfg[node]))
         for name in SHARED_SETTINGS:
             if variant.cfg.train[name] != reference.cfg.train[name]:
                 values = reference.cfg.train[name], variant.cfg.train[name]
@@ -105,9 +83,7 @@ def _require_same_work(variants: list[Variant]) -> None:
             raise ValueError(_differs(reference, variant, "patches", *values))
 
 
-def _differs(
-    reference: Variant, variant: Variant, name: str, wanted: Any, got: Any
-) -> str:
+def _differs(reference: Variant, variant: Variant, name: str, wanted: Any, got: Any) -> str:
     return (
         f"Variants are compared step by step on the same samples, so {name} must be the same in all; "
         f"{reference.name!r} has {wanted}, {variant.name!r} has {got}. Compare such runs with `lerobot train -m`."
@@ -122,20 +98,14 @@ def train_side_by_side(variants: list[Variant]) -> list[TrainingSession]:
     with _progress(variants) as on_step:
         sessions = [_session(variant, on_step(variant.name)) for variant in variants]
         loops = [_loop(session) for session in sessions]
-        with (
-            ExitStack() as stack
-        ):  # several loops share one terminal: one display, and logs to Hydra's file only
+        with ExitStack() as stack:  # several loops share one terminal: one display, and logs to Hydra's file only
             stack.callback(replace_attribute(lerobot_train, "tqdm", _QuietProgress))
-            stack.callback(
-                replace_attribute(lerobot_train, "init_logging", _keep_logging)
-            )
+            stack.callback(replace_attribute(lerobot_train, "init_logging", _keep_logging))
             run_in_turns(loops)
     return sessions
 
 
-def _session(
-    variant: Variant, on_step: Callable[[StepRecord], None]
-) -> TrainingSession:
+def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> TrainingSession:
     require_landed_groups(variant.cfg)
     host_cfg = decode_host_config(variant.cfg)
     fill_missing_preset(host_cfg)
@@ -159,13 +129,8 @@ def _loop(session: TrainingSession) -> Callable[[Callable[[], None]], None]:
     def loop(pass_on: Callable[[], None]) -> None:
         session.between_steps = pass_on
         session.activate()
-        force_cpu = (
-            session.host_cfg.policy is not None
-            and session.host_cfg.policy.device == "cpu"
-        )
-        lerobot_train.train(
-            session.host_cfg, accelerator=ObservedAccelerator(session, force_cpu)
-        )
+        force_cpu = session.host_cfg.policy is not None and session.host_cfg.policy.device == "cpu"
+        lerobot_train.train(session.host_cfg, accelerator=ObservedAccelerator(session, force_cpu))
 
     return loop
 
@@ -188,21 +153,11 @@ class _QuietProgress:
 
 
 @contextmanager
-def _progress(
-    variants: list[Variant],
-) -> Iterator[Callable[[str], Callable[[StepRecord], None]]]:
+def _progress(variants: list[Variant]) -> Iterator[Callable[[str], Callable[[StepRecord], None]]]:
     """A progress bar a variant with its loss and mean CPU time per step."""
-    columns = (
-        TextColumn("{task.description:>12}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[status]}")) as progress:
-        tasks = {
-            v.name: progress.add_task(v.name, total=v.cfg.train.steps, status="")
-            for v in variants
-        }
+        tasks = {v.name: progress.add_task(v.name, total=v.cfg.train.steps, status="") for v in variants}
 
         def observer(name: str) -> Callable[[StepRecord], None]:
             def on_step(record: StepRecord) -> None:
@@ -215,9 +170,7 @@ def _progress(
         yield observer
 
 
-def measure_memory(
-    variants: list[Variant], num_steps: int = 2
-) -> dict[str, Mapping[str, Any]]:
+def measure_memory(variants: list[Variant], num_steps: int = 2) -> dict[str, Mapping[str, Any]]:
     """Peak memory of each variant in a process of its own, as its manifest states it.
 
     Raises:
@@ -229,31 +182,12 @@ def measure_memory(
 def _memory_of(variant: Variant, num_steps: int) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="embodix-memory-") as folder:
         output_dir = Path(folder) / "run"
-        own = (
-            f"train.steps={num_steps}",
-            "train.save_checkpoint=false",
-            f"train.output_dir={output_dir}",
-        )
+        own = (f"train.steps={num_steps}", "train.save_checkpoint=false", f"train.output_dir={output_dir}")
         # Fields, not groups: with another group, fields of env or logging set on the command line would not exist.
-        quiet = (
-            "logging.name=none",
-            "train.eval_freq=0",
-            f"hydra.run.dir={folder}/hydra",
-            "train.log_freq=0",
-        )
-        command = [
-            sys.executable,
-            "-m",
-            "embodix",
-            "train",
-            *variant.overrides,
-            *own,
-            *quiet,
-        ]
+        quiet = ("logging.name=none", "train.eval_freq=0", f"hydra.run.dir={folder}/hydra", "train.log_freq=0")
+        command = [sys.executable, "-m", "embodix", "train", *variant.overrides, *own, *quiet]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise RuntimeError(
-                f"Measuring the memory of {variant.name!r} failed:\n{done.stderr[-2000:]}"
-            )
+            raise RuntimeError(f"Measuring the memory of {variant.name!r} failed:\n{done.stderr[-2000:]}")
         manifest = json.loads((output_dir / MANIFEST_FILE).read_text())
     return {key: manifest[key] for key in ("peak_memory_bytes", "peak_memory_source")}
