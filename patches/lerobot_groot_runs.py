@@ -13,7 +13,12 @@ PATCH = Patch(
     name="lerobot_groot_runs",
     target="lerobot.policies.groot: GR00TN15, EagleBackbone, FlowmatchingActionHead's Beta, _build_eagle_processor, "
     "Eagle25VLPreTrainedModel._init_weights",
-    requires={"lerobot": ">=0.5.1,<0.5.2", "transformers": ">=5.3,<5.4"},
+    requires={
+        "lerobot": ">=0.5.1,<0.5.2",
+        "transformers": ">=5.3,<5.4",
+        "peft": ">=0.18,<1",  # imported by upstream's Eagle files
+        "dm-tree": ">=0.1.8,<1",  # imported by groot_n1.py, which goes on without it until the first forward
+    },
     symptom="a base model can't be loaded (Beta() on the meta device, no post_init), images can't be processed ('list' "
     "has no 'shape'), SigLIP demands flash-attn; loading draws the connector mlp1 anew, unties lm_head and makes "
     "float32 training parameters bfloat16; a checkpoint forgets which tokenizer assets it was trained with.",

@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 uv=$([ -x .tools/bin/uv ] && echo .tools/bin/uv || command -v uv)
 UV_CUSTOM_COMPILE_COMMAND="make lock" "$uv" pip compile pyproject.toml --quiet --universal --python-version 3.12 \
-  --extra sims --extra sweep --extra logging --extra dev --generate-hashes \
+  --extra sims --extra groot --extra sweep --extra logging --extra dev --generate-hashes \
   --no-emit-index-url --no-emit-find-links --output-file requirements.lock "$@"
 if grep -nE '://|^--?(extra-)?(index|find-links|i |f )' requirements.lock; then
   echo "requirements.lock records an address; take the local index setting out and compile again" >&2

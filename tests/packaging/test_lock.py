@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOCK = (REPOSITORY / "requirements.lock").read_text()
-LOCKED_EXTRAS = ("sims", "sweep", "logging", "dev")
+LOCKED_EXTRAS = ("sims", "groot", "sweep", "logging", "dev")
 
 
 def _locked() -> dict[str, str]:

@@ -35,6 +35,8 @@ WATCHED_DISTRIBUTIONS = (
     "torchcodec",
     "metaworld",
     "mujoco",
+    "peft",
+    "dm-tree",
     "gymnasium",
     "flash-attn",
     "flash-attn-4",
