@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from embodix.patching import Patch, replace_attribute
@@ -29,16 +30,21 @@ PATCH = Patch(
 )
 
 
+_policy_config: ContextVar[Any] = ContextVar("embodix_groot_policy_config", default=None)
+
+
 def apply() -> Callable[[], None]:
     """Repair upstream's classes; returns the undo."""
     from lerobot.policies.groot import groot_n1, processor_groot
     from lerobot.policies.groot.action_head import flow_matching_action_head
     from lerobot.policies.groot.eagle2_hg_model import modeling_eagle2_5_vl as eagle
+    from lerobot.policies.groot.modeling_groot import GrootPolicy
 
     undo = [
         replace_attribute(flow_matching_action_head, "Beta", _beta_on_cpu(flow_matching_action_head.Beta)),
         replace_attribute(groot_n1.GR00TN15, "__init__", _with_post_init(groot_n1.GR00TN15.__init__)),
         replace_attribute(groot_n1.GR00TN15, "from_pretrained", _in_float32(groot_n1.GR00TN15)),
+        replace_attribute(GrootPolicy, "_create_groot_model", _naming_the_policy(GrootPolicy._create_groot_model)),
         replace_attribute(groot_n1, "AutoConfig", _VendoredConfig),
         replace_attribute(groot_n1, "AutoModel", _VendoredModel),
         replace_attribute(eagle, "SiglipVisionModel", _siglip_without_flash_attention(eagle.SiglipVisionModel)),
@@ -94,9 +100,27 @@ def _in_float32(cls: Any) -> Any:
     return classmethod(from_pretrained)
 
 
+def _naming_the_policy(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _create_groot_model(self: Any) -> Any:
+        token = _policy_config.set(self.config)
+        try:
+            return create(self)
+        finally:
+            _policy_config.reset(token)
+
+    return _create_groot_model
+
+
+def _flash_attention_runs() -> bool:
+    """Whether the policy that is being built can use flash-attn, which knows neither a CPU nor float32."""
+    config = _policy_config.get()
+    installed = importlib.util.find_spec("flash_attn") is not None
+    return installed and config is not None and config.use_bf16 and str(config.device).startswith("cuda")
+
+
 def _siglip_without_flash_attention(siglip: Any) -> Any:
     def build(config: Any) -> Any:
-        if importlib.util.find_spec("flash_attn") is None:
+        if not _flash_attention_runs():
             config._attn_implementation = "sdpa"
         return siglip(config)
 
@@ -141,7 +165,7 @@ class _VendoredModel:
     def from_config(config: Any, trust_remote_code: bool) -> Any:
         from lerobot.policies.groot.eagle2_hg_model.modeling_eagle2_5_vl import Eagle25VLForConditionalGeneration
 
-        if importlib.util.find_spec("flash_attn") is None:
+        if not _flash_attention_runs():
             config._attn_implementation = config.text_config._attn_implementation = "sdpa"
         return Eagle25VLForConditionalGeneration._from_config(config)
 
