@@ -12,6 +12,16 @@ def register_packers() -> list[Registration]:
     return [
         Registration("none", f"{packing}:PaddedPacker", "compute every prefix row, padding included, as upstream"),
         Registration("padding_free", f"{packing}:PaddingFreePacker", "compute valid prefix rows only, same batches"),
+        Registration(
+            "token_budget",
+            "embodix.packing.token_budget:TokenBudgetPacker",
+            "compose batches of equal cost, compute valid prefix rows only",
+        ),
+        Registration(
+            "sequence_length",
+            "embodix.packing.sequence_length:SequenceLengthPacker",
+            "compose batches up to a number of prefix rows, compute them in few fixed shapes",
+        ),
     ]
 
 

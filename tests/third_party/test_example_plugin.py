@@ -101,7 +101,7 @@ def test_its_backend_agrees_with_the_reference(environment):
 def test_listing_it_imports_no_torch(environment):
     script = "from embodix.plugins import registry; print(registry().names('packers'))\nimport sys"
     printed = environment.run_python(script + "\nprint('torch' in sys.modules)").split("\n")
-    assert printed[:2] == ["['bucketed', 'none', 'padding_free']", "False"]
+    assert printed[:2] == ["['bucketed', 'none', 'padding_free', 'sequence_length', 'token_budget']", "False"]
 
 
 def test_it_trains_through_upstream_with_the_losses_of_the_exact_run(environment, demonstrations, tmp_path):

@@ -6,8 +6,8 @@ Shape suffixes: B samples, S rows of the padded prefix of one sample, N rows tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 class PackedLayout:
     """Which rows of a padded ``[B, S]`` prefix are computed, in which order, and which of them are tokens.
 
+    A packer for fixed shapes adds blank rows at the end, which stand for no row of the prefix: their index is
+    ``blank_row``. They are computed from zeros, attend to nothing and are read by nothing.
+
     Attributes:
         rows_N: int64 indices into the flattened ``[B * S]`` prefix, sample by sample, in the order of the prefix.
         lengths: valid tokens of each sample.
@@ -24,6 +27,8 @@ class PackedLayout:
         valid_rows_V: int64 indices into the N computed rows of those that are valid tokens; None when all are.
         batch_size: B.
         padded_length: S.
+        num_samples_computed: samples whose actions are computed, blank ones included; None for B.
+        num_images_computed: images that go through the vision tower, blank ones included; None for those needed.
     """
 
     rows_N: Tensor
@@ -32,6 +37,18 @@ class PackedLayout:
     valid_rows_V: Tensor | None
     batch_size: int
     padded_length: int
+    num_samples_computed: int | None = None
+    num_images_computed: int | None = None
+
+    @property
+    def blank_row(self) -> int:
+        """The index that stands for no row: one past the last."""
+        return self.batch_size * self.padded_length
+
+    @property
+    def num_blank_samples(self) -> int:
+        """Samples computed beyond those of the batch."""
+        return 0 if self.num_samples_computed is None else self.num_samples_computed - self.batch_size
 
     @property
     def num_valid(self) -> int:
@@ -44,13 +61,11 @@ class PackedLayout:
     def to(self, device: torch.device) -> PackedLayout:
         """The same layout with its index tensors on ``device``."""
         valid_rows_V = self.valid_rows_V
-        return PackedLayout(
+        return replace(
+            self,
             rows_N=self.rows_N.to(device, non_blocking=True),
-            lengths=self.lengths,
             positions_N=self.positions_N.to(device, non_blocking=True),
             valid_rows_V=None if valid_rows_V is None else valid_rows_V.to(device, non_blocking=True),
-            batch_size=self.batch_size,
-            padded_length=self.padded_length,
         )
 
 
@@ -64,6 +79,19 @@ class Packer(Protocol):
 
         Raises:
             ValueError: the mask is not a two-dimensional bool tensor.
+        """
+        ...
+
+
+@runtime_checkable
+class ShapePadder(Protocol):
+    """A packer that computes a training batch in one of few shapes."""
+
+    def pad(self, layout: PackedLayout, num_images: int) -> PackedLayout:
+        """``layout`` with blank rows, and with the number of samples and images to compute.
+
+        Raises:
+            ValueError: a batch that no shape holds.
         """
         ...
 

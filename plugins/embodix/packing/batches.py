@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endless stream of optimizer steps, cut from one stream of bins that does not know ranks or workers.
+
+An epoch's order is packed into bins; no bin holds samples of two epochs, but a step may take the last bins of one and
+the first of the next. The position is a number of bins, so that a run is taken up anywhere, with any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from embodix.packing.balance import assign_to_ranks
+from embodix.packing.bins import Bins
+from embodix.packing.composer import BatchComposer
+from embodix.packing.cost import CostModel
+from embodix.packing.sizes import FloatArray, IntArray, SampleSizes
+
+
+class EpochOrder(Protocol):
+    """What a stream needs of ``embodix.data.order.SampleOrder``."""
+
+    num_draws: int
+
+    def epoch(self, epoch: int) -> IntArray: ...
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """Where the next step begins.
+
+    Attributes:
+        epoch: the epoch of the next bin.
+        bin_in_epoch: bins of that epoch handed out before.
+        num_bins, num_samples: handed out since the start of training.
+    """
+
+    epoch: int = 0
+    bin_in_epoch: int = 0
+    num_bins: int = 0
+    num_samples: int = 0
+
+
+@dataclass(frozen=True)
+class ScheduledCost:
+    """A cost model and when it takes effect.
+
+    Attributes:
+        first_bin: bins of the stream from here on are shared among ranks by it.
+        first_epoch: epochs from here on are packed by it.
+    """
+
+    model: CostModel
+    first_bin: int = 0
+    first_epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step.
+
+    Attributes:
+        ranks: the bins of each rank, each an int64 array of dataset indices.
+        costs: their costs by the model in force.
+        end: where the next step begins.
+    """
+
+    ranks: list[list[IntArray]]
+    costs: list[list[float]]
+    end: StreamPosition
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all ranks."""
+        return sum(samples.size for bins in self.ranks for samples in bins)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean cost of a rank; 1 is balanced."""
+        loads = [sum(costs) for costs in self.costs]
+        return max(loads) * len(loads) / sum(loads)
+
+
+class BatchStream:
+    """Steps without end, deterministic from its arguments and its position.
+
+    Args:
+        order: the samples of each epoch.
+        composer: packs an epoch into bins.
+        sizes: of every sample of the data set.
+        num_ranks: processes that share a step.
+        samples_per_step: samples that a rank's step should hold on average where no budget is set.
+        cost: the first cost model.
+
+    Raises:
+        ValueError: a sample that no bin can hold, or an order that draws samples without a size.
+    """
+
+    def __init__(
+        self,
+        order: EpochOrder,
+        composer: BatchComposer,
+        sizes: SampleSizes,
+        *,
+        num_ranks: int,
+        samples_per_step: float,
+        cost: CostModel | None = None,
+    ) -> None:
+        self.position = StreamPosition()
+        self._order, self._composer, self._sizes = order, composer, sizes
+        self._num_ranks = num_ranks
+        self._samples_per_bin = samples_per_step / composer.bins_per_step
+        self._schedule = [ScheduledCost((cost or CostModel()).in_tokens(sizes))]
+        self._packed: tuple[int, Bins] | None = None
+        self._costs: tuple[CostModel, FloatArray] | None = None
+        self._epoch_bins(0)  # a sample that fits no bin is refused before training
+
+    @property
+    def cost_models(self) -> list[ScheduledCost]:
+        """The cost models so far, in the order in which they took or will take effect."""
+        return list(self._schedule)
+
+    def adopt(self, model: CostModel) -> None:
+        """Share bins among ranks by ``model`` from the next step on, and pack by it from the next epoch on.
+
+        What a step of the current epoch holds does not change.
+        """
+        scaled = model.in_tokens(self._sizes)
+        self._schedule.append(ScheduledCost(scaled, self.position.num_bins, self.position.epoch + 1))
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        start = self.position
+        bins, position = [], start
+        for _ in range(self._num_ranks * self._composer.bins_per_step):
+            samples, position = self._take(position)
+            bins.append(samples)
+        model = [entry.model for entry in self._schedule if entry.first_bin <= start.num_bins][-1]
+        costs_N = self._costs_of(model)
+        costs = [float(costs_N[samples].sum()) for samples in bins]
+        ranks = assign_to_ranks(costs, self._num_ranks)
+        self.position = position
+        return Step(
+            ranks=[[bins[index] for index in indices] for indices in ranks],
+            costs=[[costs[index] for index in indices] for indices in ranks],
+            end=position,
+        )
+
+    def state_dict(self, position: StreamPosition | None = None) -> dict[str, Any]:
+        """Position and cost models, as JSON holds them; ``position`` is another than the stream's own."""
+        return {
+            "position": asdict(position or self.position),
+            "num_draws": self._order.num_draws,
+            "cost_models": [asdict(entry) for entry in self._schedule],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved position, with this stream's own number of ranks.
+
+        Raises:
+            ValueError: the position is one in another order.
+        """
+        if state["num_draws"] != self._order.num_draws:
+            raise ValueError(
+                f"The checkpoint's position is one in epochs of {state['num_draws']} samples; this run's have "
+                f"{self._order.num_draws}. Resume with the data set (episodes, mixture) that it was trained on."
+            )
+        self.position = StreamPosition(**state["position"])
+        self._schedule = [
+            ScheduledCost(**{**entry, "model": CostModel(**entry["model"])}) for entry in state["cost_models"]
+        ]
+        self._packed = None
+
+    def _take(self, position: StreamPosition) -> tuple[IntArray, StreamPosition]:
+        bins = self._epoch_bins(position.epoch)
+        if position.bin_in_epoch >= len(bins):
+            raise ValueError(
+                f"The checkpoint stands at bin {position.bin_in_epoch} of an epoch that is packed into {len(bins)} "
+                "bins here. Resume with the packing options and train.batch_size that it was trained with."
+            )
+        samples = bins[position.bin_in_epoch]
+        after = replace(
+            position,
+            bin_in_epoch=position.bin_in_epoch + 1,
+            num_bins=position.num_bins + 1,
+            num_samples=position.num_samples + samples.size,
+        )
+        if after.bin_in_epoch == len(bins):
+            after = replace(after, epoch=position.epoch + 1, bin_in_epoch=0)
+        return samples, after
+
+    def _epoch_bins(self, epoch: int) -> Bins:
+        if self._packed is None or self._packed[0] != epoch:
+            samples_N = np.asarray(self._order.epoch(epoch), dtype=np.int64)
+            if samples_N.max() >= len(self._sizes):
+                raise ValueError(f"The order draws sample {samples_N.max()}; sizes are known of {len(self._sizes)}.")
+            model = [entry.model for entry in self._schedule if entry.first_epoch <= epoch][-1]
+            bins = self._composer.compose(samples_N, self._sizes, self._samples_per_bin, model)
+            self._packed = (epoch, bins)
+        return self._packed[1]
+
+    def _costs_of(self, model: CostModel) -> FloatArray:
+        if self._costs is None or self._costs[0] != model:
+            self._costs = (model, model.costs(self._sizes))
+        return self._costs[1]

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of equal cost instead of equal numbers of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from embodix.packing.bins import NUM_TRIED, Bins, Limits, best_fit, first_fit_decreasing
+from embodix.packing.composer import require_bins_per_step
+from embodix.packing.cost import CostModel
+from embodix.packing.layout import PackedLayout
+from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.sizes import FloatArray, IntArray, SampleSizes
+
+ALGORITHMS = {"best_fit": best_fit, "first_fit_decreasing": first_fit_decreasing}
+FIT = "fit"
+BUDGET_SLACKS = (0.0, 0.005, 0.01, 0.02)
+
+
+class TokenBudgetPacker:
+    """Fills bins up to a budget and computes their valid rows only.
+
+    Args:
+        budget: cost of a bin at most, in tokens (images, prompt and actions); None for ``samples_per_bin`` times the
+            mean cost of a sample, or up to 2 % more where the epoch's first samples fill that better.
+        algorithm: ``best_fit`` fills bins in the order of the samples and mixes all sizes in each; with
+            ``first_fit_decreasing`` the large samples of a window share bins.
+        look_ahead: samples that may be passed over.
+        bins_per_step: micro-batches of a step on each rank.
+        max_samples, max_images: further limits of a bin; None for none.
+        cost: ``tokens``; coefficients (``tokens``, ``tokens_squared``, ``images``), scaled so that a mean sample costs
+            what it has tokens; or ``fit``, which counts tokens until the coefficients are fitted to the first
+            ``fit_steps`` steps of the run.
+        fit_steps: steps measured for ``fit``.
+
+    Raises:
+        ValueError: an unknown algorithm or cost, or a limit below one.
+    """
+
+    name = "token_budget"
+
+    def __init__(
+        self,
+        budget: float | None = None,
+        algorithm: Literal["best_fit", "first_fit_decreasing"] = "best_fit",
+        look_ahead: int = 256,
+        bins_per_step: int = 1,
+        max_samples: int | None = None,
+        max_images: int | None = None,
+        cost: str | Mapping[str, float] = "tokens",
+        fit_steps: int = 20,
+    ) -> None:
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"packing.options.algorithm is one of {', '.join(ALGORITHMS)}; got {algorithm!r}.")
+        if look_ahead < 1 or fit_steps < 1:
+            raise ValueError(f"look_ahead and fit_steps are 1 or more; got {look_ahead} and {fit_steps}.")
+        Limits(1 if budget is None else budget, max_samples, max_images)
+        self.budget = budget
+        self.bins_per_step = require_bins_per_step(bins_per_step)
+        self.cost_model, self.fit_steps = _cost_model(cost), fit_steps if cost == FIT else None
+        self._pack = ALGORITHMS[algorithm]
+        self._look_ahead = look_ahead
+        self._max_samples, self._max_images = max_samples, max_images
+        self._padding_free = PaddingFreePacker()
+
+    def layout(self, valid_BS: Tensor) -> PackedLayout:
+        """The valid rows."""
+        return self._padding_free.layout(valid_BS)
+
+    def compose(self, samples_N: IntArray, sizes: SampleSizes, samples_per_bin: float, cost: CostModel) -> Bins:
+        """Bins within the limits, see :class:`embodix.packing.composer.BatchComposer`."""
+        costs_N, images_N = cost.costs(sizes)[samples_N], sizes.images_N[samples_N]
+        budget = self.budget
+        if budget is None:
+            budgets = [math.floor(samples_per_bin * costs_N.mean() * (1 + slack)) for slack in BUDGET_SLACKS]
+            first = slice(NUM_TRIED)
+            budget = max(budgets, key=lambda tried: self._fullness(costs_N[first], images_N[first], tried))
+        return self._bins(samples_N, costs_N, images_N, budget)
+
+    def _bins(self, samples_N: IntArray, costs_N: FloatArray, images_N: IntArray, budget: float) -> Bins:
+        limits = Limits(max(budget, 1), self._max_samples, self._max_images)
+        return self._pack(samples_N, costs_N, images_N, limits, self._look_ahead)
+
+    def _fullness(self, costs_N: FloatArray, images_N: IntArray, budget: float) -> float:
+        """Share of the budget that is used, the last bin apart; 0 where a sample does not fit."""
+        if costs_N.max() > budget:
+            return 0.0
+        bins = self._bins(np.arange(costs_N.size), costs_N, images_N, budget)
+        return float(bins.sums(costs_N)[:-1].sum()) / (budget * max(1, len(bins) - 1))
+
+
+def _cost_model(cost: str | Mapping[str, float]) -> CostModel:
+    if isinstance(cost, Mapping):
+        return CostModel.from_mapping(cost)
+    if cost not in ("tokens", FIT):
+        raise ValueError(
+            f"packing.options.cost is 'tokens', '{FIT}' or a mapping of coefficients (tokens, tokens_squared, images); "
+            f"got {cost!r}."
+        )
+    return CostModel()
