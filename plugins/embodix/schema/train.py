@@ -113,6 +113,9 @@ class TrainApp:
     attention: NamedChoice = field(default_factory=NamedChoice)
     vision_tokens: NamedChoice = field(default_factory=NamedChoice)
     action_pad: NamedChoice = field(default_factory=NamedChoice)
+    reads: NamedChoice = field(default_factory=NamedChoice)
+    preprocessing: NamedChoice = field(default_factory=NamedChoice)
+    sampling: NamedChoice = field(default_factory=NamedChoice)
     language: NamedChoice = field(default_factory=NamedChoice)
     flow_samples: int = 1
     optimizer: Any = None

@@ -35,6 +35,7 @@ def write_session_state(checkpoint_dir: Path) -> None:
     (model_dir / OVERRIDES_FILE).write_text(json.dumps(session.overrides, indent=2) + "\n")
     if session.config.get("architecture"):
         (model_dir / ARCHITECTURE_FILE).write_text(json.dumps(session.config["architecture"], indent=2) + "\n")
+    session.data.save_embodiments(model_dir)
     position = session.loader.position if session.loader else None
     if position is not None:
         position.save(checkpoint_dir / TRAINING_STATE_DIR)

@@ -4,20 +4,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.utils.constants import HF_LEROBOT_HOME, OBS_IMAGES
 
+from embodix.data.mixture_spec import decode_mixture, is_mixture, require_local_members
 
-def require_trainable_dataset(host_cfg: TrainPipelineConfig) -> None:
+
+def require_trainable_dataset(host_cfg: TrainPipelineConfig, dataset_node: Mapping[str, Any]) -> None:
     """Check what can be checked without loading data; a dataset only on the hub is left to upstream.
+
+    Args:
+        host_cfg: upstream's config.
+        dataset_node: the config's ``dataset``, which may ask for a mixture.
 
     Raises:
         ValueError: no dataset at an explicit root, no task strings, or cameras that the policy and the dataset
             name differently (both lists are printed).
     """
+    if is_mixture(dataset_node):
+        require_local_members(decode_mixture(dataset_node))
+        return
     root = Path(host_cfg.dataset.root) if host_cfg.dataset.root else HF_LEROBOT_HOME / host_cfg.dataset.repo_id
     info_path = root / "meta" / "info.json"
     if not info_path.is_file():

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
 from embodix.attention.select import choose_backend
+from embodix.data.mixture_spec import is_mixture
 from embodix.policies.settings import FastPathSettings, Installation
 from embodix.schema.train import NamedChoice
 
@@ -27,16 +28,22 @@ class FeatureSelection:
     vision_tokens: str
     action_pad: str
     flow_samples: int = 1
+    mixture: bool = False
 
     @property
     def is_upstream(self) -> bool:
-        """True when nothing but upstream's own computation is asked for."""
+        """True when nothing but upstream's own computation is asked for.
+
+        Never for a mixture: upstream would train on blank cameras and padded action dimensions as if they were real,
+        so that the baseline, too, is the exact computation, on padded rows.
+        """
         return (
             self.packing.name == "none"
             and self.attention.name == "upstream"
             and self.vision_tokens == "upstream"
             and self.action_pad == "host"
             and self.flow_samples == 1
+            and not self.mixture
         )
 
 
@@ -63,6 +70,7 @@ def select_features(cfg: DictConfig) -> FeatureSelection:
         vision_tokens=cfg.vision_tokens.name,
         action_pad=cfg.action_pad.name,
         flow_samples=cfg.flow_samples,
+        mixture=is_mixture(cfg.dataset),
     )
     plugins.registry().registration("packers", selection.packing.name)
     if selection.attention.name not in ("upstream", "auto"):
@@ -122,6 +130,8 @@ def _constructor(name: str, options: dict[str, Any]) -> Callable[[], Any]:
 
 def _attention_dtype(policy: PreTrainedPolicy, accelerator: Accelerator) -> torch.dtype:
     """The dtype attention will see: autocast's under mixed precision, else that of the policy's parameters."""
+    if hasattr(policy.config, "use_bf16"):  # GR00T opens an autocast of its own inside that of the accelerator
+        return torch.bfloat16 if policy.config.use_bf16 else torch.float32
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     if mixed is not None:
         return mixed

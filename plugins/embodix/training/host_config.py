@@ -19,8 +19,9 @@ from lerobot.utils.import_utils import register_third_party_plugins
 from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
+from embodix.data.mixture_spec import host_dataset_fields
 
-NAMED_GROUPS = ("packing", "attention", "vision_tokens", "action_pad", "language")
+NAMED_GROUPS = ("packing", "attention", "vision_tokens", "action_pad", "language", "reads", "preprocessing", "sampling")
 
 
 def require_landed_groups(cfg: DictConfig) -> None:
@@ -61,6 +62,7 @@ def host_fields(cfg: DictConfig) -> dict[str, Any]:
     fields = dict(plain["train"])
     for name in ("dataset", "env", "policy", "optimizer", "scheduler", "peft", "eval", "rename_map"):
         fields[name] = plain[name]
+    fields["dataset"] = host_dataset_fields(plain["dataset"])
     fields["use_policy_training_preset"] = plain["optimizer"] is None and plain["scheduler"] is None
     if plain["logging"]["name"] == "wandb":
         fields["wandb"] = plain["logging"]["options"]

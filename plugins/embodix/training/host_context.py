@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patched, sizes_patch
 from embodix.training.checkpoint import write_session_state
+from embodix.training.session import current_session
 
 
 @contextmanager
@@ -42,12 +43,24 @@ def required_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     patches: dict[str, dict[str, Any]] = {name: dict(options or {}) for name, options in plain.items()}
     if "lerobot_atomic_checkpoint" in patches:
         patches["lerobot_atomic_checkpoint"]["on_saved"] = write_session_state
+    patches["lerobot_dataset_factory"] = {"build": build_dataset}
+    patches["lerobot_worker_preprocessing"] = {"build": build_processors}
     if cfg.architecture is not None:
         architecture = OmegaConf.to_container(cfg.architecture, resolve=True)
         patches[sizes_patch(cfg.policy.type)] = {"architecture": architecture}
     if cfg.policy.type == "groot":
         patches["lerobot_groot_samples"] = {"language": cfg.language.name}
     return patches
+
+
+def build_dataset(host_cfg: Any, upstream: Any) -> Any:
+    """The running session's data set."""
+    return current_session().data.build_dataset(host_cfg, upstream)
+
+
+def build_processors(*arguments: Any) -> Any:
+    """The running session's processors."""
+    return current_session().data.build_processors(*arguments)
 
 
 @contextmanager

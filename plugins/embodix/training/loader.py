@@ -10,7 +10,7 @@ skipped without loading them, and the random state of the checkpoint is put back
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from lerobot.utils.random_utils import deserialize_rng_state, serialize_rng_stat
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from embodix.training.order_sampler import OrderSampler
+
 LOADER_STATE = "embodix_loader.safetensors"
-_NUM_BATCHES, _SAMPLER = "num_batches", "sampler_generator"
+_NUM_BATCHES, _ORDER_EPOCH, _SAMPLER = "num_batches", "order_epoch", "sampler_generator"
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,17 @@ class LoaderState:
         epoch_start: random state of python, numpy and torch when the epoch's shuffle was drawn.
         num_batches: batches handed out since.
         sampler_generator: state of the sampler's own generator at the epoch's start (several processes only).
+        order_epoch: the epoch of an order that is embodix's own; 0 for upstream's shuffle.
     """
 
     epoch_start: dict[str, torch.Tensor]
     num_batches: int
     sampler_generator: torch.Tensor | None = None
+    order_epoch: int = 0
 
     def save(self, folder: Path) -> None:
-        tensors = {**self.epoch_start, _NUM_BATCHES: torch.tensor([self.num_batches])}
+        counts = {_NUM_BATCHES: torch.tensor([self.num_batches]), _ORDER_EPOCH: torch.tensor([self.order_epoch])}
+        tensors = {**self.epoch_start, **counts}
         if self.sampler_generator is not None:
             tensors[_SAMPLER] = self.sampler_generator
         save_file(tensors, folder / LOADER_STATE)
@@ -53,8 +58,9 @@ class LoaderState:
         with safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a mapping
         num_batches = int(tensors.pop(_NUM_BATCHES).item())
+        order_epoch = int(tensors.pop(_ORDER_EPOCH, torch.zeros(1)).item())
         generator = tensors.pop(_SAMPLER, None)
-        return cls(tensors, num_batches, generator)
+        return cls(tensors, num_batches, generator, order_epoch)
 
 
 class ResumableLoader:
@@ -64,6 +70,7 @@ class ResumableLoader:
         loader: the loader that ``Accelerator.prepare`` returned.
         resume_from: position to continue from, used by the first epoch only.
         before_batch, after_batch: called around the wait for each batch.
+        order: the sampler of an order that is embodix's own, None for upstream's shuffle.
     """
 
     def __init__(
@@ -72,11 +79,13 @@ class ResumableLoader:
         resume_from: LoaderState | None,
         before_batch: Callable[[], None],
         after_batch: Callable[[Any], None],
+        order: OrderSampler | None = None,
     ) -> None:
         self.loader = loader
         self._resume_from = resume_from
         self._before_batch = before_batch
         self._after_batch = after_batch
+        self._order = order
         self._state: LoaderState | None = None
 
     def __len__(self) -> int:
@@ -100,15 +109,15 @@ class ResumableLoader:
             except StopIteration:
                 return
             assert self._state is not None
-            self._state = LoaderState(
-                self._state.epoch_start, self._state.num_batches + 1, self._state.sampler_generator
-            )
+            self._state = replace(self._state, num_batches=self._state.num_batches + 1)
             self._after_batch(batch)
             yield batch
 
     def _fresh_epoch(self) -> Iterator[Any]:
         generator = self._sampler_generator()
-        self._state = LoaderState(serialize_rng_state(), 0, generator.get_state() if generator is not None else None)
+        sampler_state = generator.get_state() if generator is not None else None
+        order_epoch = self._order.epoch if self._order is not None else 0
+        self._state = LoaderState(serialize_rng_state(), 0, sampler_state, order_epoch)
         yield from self.loader
 
     def _continued_epoch(self, state: LoaderState) -> Iterator[Any]:
@@ -118,6 +127,8 @@ class ResumableLoader:
         generator = self._sampler_generator()
         if generator is not None and state.sampler_generator is not None:
             generator.set_state(state.sampler_generator)
+        if self._order is not None:
+            self._order.epoch = state.order_epoch
         self._state = state
         batches = iter(skip_first_batches(self.loader, state.num_batches))
         first = next(batches, None)

@@ -122,9 +122,9 @@ def _run(
 
     fill_missing_preset(host_cfg)
     selection = select_features(cfg)
-    require_trainable_dataset(host_cfg)
-    prepare_host_assets(cfg, host_cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
+    require_trainable_dataset(host_cfg, config["dataset"])
+    prepare_host_assets(cfg, host_cfg)
     with step_writer(cfg.logging, host_cfg) as on_step:
         session = TrainingSession(
             name=cfg.plugin or "upstream",

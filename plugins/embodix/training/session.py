@@ -23,6 +23,7 @@ from embodix.training.first_batch import FirstBatch
 from embodix.training.flops import flop_counter
 from embodix.training.loader import LoaderState, ResumableLoader
 from embodix.training.memory import peak_memory
+from embodix.training.run_data import RunData, read_choices
 from embodix.training.step_clock import StepClock
 
 STEPS_FILE, MANIFEST_FILE = "steps.jsonl", "manifest.json"
@@ -70,6 +71,7 @@ class TrainingSession:
     ) -> None:
         self.name = name
         self.host_cfg = host_cfg
+        self.data = RunData(read_choices(config))
         self.selection = selection
         self.config = config
         self.overrides = overrides
@@ -108,9 +110,18 @@ class TrainingSession:
             self._first_batch = FirstBatch(policy)
         self.clock = StepClock(accelerator.device, self._synchronize)
 
+    def loader_built(self, loader: Any) -> Any:
+        """Upstream's loader, before accelerate prepares it."""
+        loader = self.data.adapt_loader(loader, self.host_cfg.seed or 0)
+        if self.accelerator.is_main_process:
+            self.data.announce(baseline=self.selection.packing.name == "none")
+        return loader
+
     def loader_prepared(self, loader: Any, optimizer: Any) -> ResumableLoader:
         self.optimizer = optimizer
-        self.loader = ResumableLoader(loader, self._resume_from, self._fetch_starts, self._fetched)
+        self.loader = ResumableLoader(
+            loader, self._resume_from, self._fetch_starts, self._fetched, order=self.data.sampler
+        )
         if self.accelerator.is_main_process:
             self.write_manifest()
         return self.loader
@@ -171,7 +182,7 @@ class TrainingSession:
             config=self.config,
             packer=self.selection.packing.name,
             attention=self.features.attention_backend,
-            settings=installation.describe() if installation else {},
+            settings={**(installation.describe() if installation else {}), "data": self.data.describe()},
             patches=[name for name in patching.patch_names() if patching.is_applied(name)],
             flops_per_step=self.flops_per_step,
             num_parameters=sum(p.numel() for p in self.policy.parameters()),

@@ -29,7 +29,7 @@ from embodix.training.lockstep import run_in_turns
 from embodix.training.run import compose_train
 from embodix.training.session import MANIFEST_FILE, TrainingSession
 
-SHARED_NODES = ("dataset", "tokenizer", "architecture", "env")
+SHARED_NODES = ("dataset", "sampling", "tokenizer", "architecture", "env")
 SHARED_SETTINGS = ("seed", "steps", "batch_size")
 
 
@@ -109,9 +109,9 @@ def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> Trainin
     require_landed_groups(variant.cfg)
     host_cfg = decode_host_config(variant.cfg)
     fill_missing_preset(host_cfg)
-    require_trainable_dataset(host_cfg)
-    prepare_host_assets(variant.cfg, host_cfg)
     config: Any = OmegaConf.to_container(variant.cfg, resolve=True)
+    require_trainable_dataset(host_cfg, config["dataset"])
+    prepare_host_assets(variant.cfg, host_cfg)
     return TrainingSession(
         name=variant.name,
         host_cfg=host_cfg,

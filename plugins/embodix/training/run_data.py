@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one run does about its data: which data set, how it is read and in what order, where it is preprocessed.
+
+Upstream's loop asks for a data set and for processors by two names of its script; the patches that stand there ask the
+running session, and everything is left to upstream unless the config says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.configs.train import TrainPipelineConfig
+from torch.utils.data import DataLoader
+
+from embodix.data.camera_map import camera_table, describe_cameras
+from embodix.data.column_reads import read_columns
+from embodix.data.embodiments import MemberPostprocessor, save_embodiments
+from embodix.data.files import files_of_samples
+from embodix.data.mixture import MixtureDataset, build_mixture
+from embodix.data.mixture_spec import MixtureSpec, decode_mixture, is_mixture
+from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder
+from embodix.data.preprocessing import LoopPreprocessor, PreprocessingCollate
+from embodix.data.processors import ProcessorCall, ProcessorPair, member_config, merger_for
+from embodix.training.order_sampler import OrderSampler
+
+
+@dataclass(frozen=True)
+class DataChoices:
+    """The data groups of a config.
+
+    Attributes:
+        mixture: the members, or None for one data set.
+        reads: ``upstream``, or ``columns`` for action chunks read from their own column.
+        preprocessing: ``main`` in the training loop as upstream, or ``workers`` where the samples are read.
+        sampling: ``upstream``, or ``file_window`` for a shuffle among a few files at a time.
+        window: files of that window.
+    """
+
+    mixture: MixtureSpec | None = None
+    reads: str = "upstream"
+    preprocessing: str = "main"
+    sampling: str = "upstream"
+    window: int = 1
+
+    @property
+    def preprocesses_in_loader(self) -> bool:
+        """A mixture must: its samples have no common form before they are preprocessed."""
+        return self.preprocessing == "workers" or self.mixture is not None
+
+    @property
+    def orders_samples(self) -> bool:
+        """Whether the order is embodix's own rather than the shuffle of upstream's loader."""
+        return self.sampling == "file_window" or self.mixture is not None
+
+
+def read_choices(config: Mapping[str, Any]) -> DataChoices:
+    """The data groups of a resolved config.
+
+    Raises:
+        ValueError: an unknown choice, a window without a file, or a mixture that is not sound.
+    """
+    names = {"reads": ("upstream", "columns"), "preprocessing": ("main", "workers")}
+    names["sampling"] = ("upstream", "file_window")
+    chosen = {group: str(config[group]["name"]) for group in names}
+    for group, known in names.items():
+        if chosen[group] not in known:
+            raise ValueError(f"{group} is one of {', '.join(known)}; got {chosen[group]!r}.")
+    window = int((config["sampling"].get("options") or {}).get("window", 1))
+    if window < 1:
+        raise ValueError(f"sampling.options.window counts files, 1 at least; got {window}.")
+    mixture = decode_mixture(config["dataset"]) if is_mixture(config["dataset"]) else None
+    return DataChoices(mixture=mixture, window=window, **chosen)
+
+
+class RunData:
+    """The data of one run.
+
+    Attributes:
+        choices: what the config asks for.
+        dataset: what the loop reads, once it is built.
+        collate: the loader's collate function, once the processors are built; None for upstream's.
+        sampler: the loader's sampler, once it is adapted; None for upstream's.
+    """
+
+    def __init__(self, choices: DataChoices) -> None:
+        self.choices = choices
+        self.dataset: Any = None
+        self.collate: PreprocessingCollate | None = None
+        self.sampler: OrderSampler | None = None
+        self._call: ProcessorCall | None = None
+        self._saved: list[ProcessorPair] = []
+
+    def build_dataset(self, host_cfg: TrainPipelineConfig, upstream: Callable[[TrainPipelineConfig], Any]) -> Any:
+        """The data set of upstream's loop (stands in for ``make_dataset``)."""
+        if self.choices.mixture is None:
+            self.dataset = upstream(host_cfg)
+            datasets = [self.dataset]
+        else:
+            self.dataset = build_mixture(self.choices.mixture, host_cfg, upstream)
+            datasets = [member.dataset for member in self.dataset.members]
+        if self.choices.reads == "columns":
+            for dataset in datasets:
+                read_columns(dataset)
+        return self.dataset
+
+    def build_processors(
+        self,
+        upstream: Callable[..., ProcessorPair],
+        policy_cfg: PreTrainedConfig,
+        pretrained_path: str | None,
+        options: Mapping[str, Any],
+    ) -> ProcessorPair:
+        """The loop's processors (stands in for ``make_pre_post_processors``); the loader's are made beside them."""
+        call = ProcessorCall(upstream, policy_cfg, pretrained_path, options)
+        device = torch.device(policy_cfg.device or "cpu")
+        if not isinstance(self.dataset, MixtureDataset):
+            pre, post = call.build()
+            if self.choices.preprocesses_in_loader:
+                self.collate = PreprocessingCollate([call.build(device="cpu")[0]])
+            return LoopPreprocessor(pre, device), post
+        members = self.dataset.members
+        own = [call.build(member, device="cpu")[0] for member in members]
+        self.collate = PreprocessingCollate(own, merger_for(policy_cfg, members, own))
+        self._call, self._saved = call, [call.build(member) for member in members]
+        evaluated = self.dataset.spec.evaluated_index
+        pre, post = self._saved[evaluated]
+        return LoopPreprocessor(pre, device), MemberPostprocessor(post, members[evaluated].action_dim)
+
+    def adapt_loader(self, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+        """Upstream's loader with the run's order and collate function."""
+        order = self.order(seed)
+        if order is None:
+            if self.collate is not None:
+                loader.collate_fn = self.collate
+            return loader
+        self.sampler = OrderSampler(order)
+        return DataLoader(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            sampler=self.sampler,
+            num_workers=loader.num_workers,
+            collate_fn=self.collate,
+            pin_memory=loader.pin_memory,
+            drop_last=loader.drop_last,
+            prefetch_factor=loader.prefetch_factor,
+        )
+
+    def order(self, seed: int) -> SampleOrder | None:
+        """The order of the samples, None for the shuffle of upstream's loader."""
+        if not self.choices.orders_samples:
+            return None
+        if isinstance(self.dataset, MixtureDataset):
+            walks = [self._walk(member.dataset, seed + k) for k, member in enumerate(self.dataset.members)]
+            return self.dataset.order(seed, walks)
+        return self._walk(self.dataset, seed)
+
+    def _walk(self, dataset: Any, seed: int) -> SampleOrder:
+        if self.choices.sampling == "file_window":
+            return WindowShuffledOrder(files_of_samples(dataset), self.choices.window, seed)
+        return ShuffledOrder(len(dataset), seed)
+
+    def save_embodiments(self, model_dir: Path) -> None:
+        """Add each member's processors and config to a checkpoint's ``pretrained_model`` folder."""
+        if self._call is not None:
+            configs = [member_config(self._call.policy_cfg, member) for member in self.dataset.members]
+            names = [member.name for member in self.dataset.members]
+            save_embodiments(model_dir, names, configs, self._saved)
+
+    def announce(self, baseline: bool) -> None:
+        """Print a mixture: shares, sizes and which camera fills which slot; say what its baseline computes."""
+        if not isinstance(self.dataset, MixtureDataset):
+            return
+        from rich.console import Console
+
+        Console().print(camera_table(self.dataset.members, self._quotas()))
+        if baseline:
+            logging.info(
+                "Upstream can't leave absent cameras and padded action dimensions of a mixture out: the baseline "
+                "computes padded rows as upstream does, with both masked (packing=none, exact)."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The choices and the camera map, for the manifest."""
+        described: dict[str, Any] = {
+            "reads": self.choices.reads,
+            "preprocessing": "workers" if self.choices.preprocesses_in_loader else "main",
+            "sampling": self.choices.sampling,
+        }
+        if isinstance(self.dataset, MixtureDataset):
+            quotas = self._quotas()
+            members = zip(self.dataset.members, quotas, strict=True)
+            described["shares"] = {member.name: round(quota / sum(quotas), 6) for member, quota in members}
+            described["cameras"] = describe_cameras(self.dataset.members)
+        return described
+
+    def _quotas(self) -> list[int]:
+        return self.dataset.order(seed=0).quotas  # shares do not depend on the seed
