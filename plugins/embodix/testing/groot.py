@@ -59,9 +59,8 @@ def small_groot(
 ) -> Any:
     """Upstream's ``GrootPolicy`` in a small size, in float32 on the CPU unless ``config`` says otherwise, in training
     mode. No file is read or written."""
-    groot_config = _policy_config(
-        cameras, action_dim, architecture["vision"]["image_size"], tune_llm=tune_llm, tune_visual=tune_visual, **config
-    )
+    tuned = {"tune_llm": tune_llm, "tune_visual": tune_visual, **config}
+    groot_config = groot_policy_config(architecture["vision"]["image_size"], cameras, action_dim, **tuned)
     from lerobot.policies.groot.modeling_groot import GrootPolicy
 
     with torch.random.fork_rng(devices=[]), patched({"lerobot_groot_sizes": {"architecture": architecture}}):
@@ -71,7 +70,11 @@ def small_groot(
     return policy
 
 
-def _policy_config(cameras: Sequence[str], action_dim: int, image_size: int, **config: Any) -> Any:
+def groot_policy_config(
+    image_size: int, cameras: Sequence[str] = ("front", "gripper"), action_dim: int = 4, **config: Any
+) -> Any:
+    """Upstream's ``GrootConfig`` of a small policy for the CPU, with four state dimensions; ``config`` has the last
+    word."""
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.groot.configuration_groot import GrootConfig
 
@@ -154,6 +157,6 @@ def meta_groot(architecture: Mapping[str, Any], **config: Any) -> Any:
     from lerobot.policies.groot.modeling_groot import GrootPolicy
 
     sizes = {"chunk_size": 50, "n_action_steps": 50, "max_state_dim": 64, "max_action_dim": 32, **config}
-    groot_config = _policy_config(("front", "gripper"), 7, architecture["vision"]["image_size"], **sizes)
+    groot_config = groot_policy_config(architecture["vision"]["image_size"], action_dim=7, **sizes)
     with patched({"lerobot_groot_sizes": {"architecture": architecture}}), torch.device("meta"):
         return GrootPolicy(groot_config)
