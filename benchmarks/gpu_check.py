@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that needs a CUDA device, in one run of a few minutes.
 
-1. Every CUDA attention backend against dense fp32 attention (outputs and gradients) at π0.5's and SigLIP's head sizes,
-   with its time for one π0.5 layer.
-2. π0.5 in bf16, reduced and real size, packed against upstream: loss, gradients and time of forward + backward, and
-   peak memory.
+1. Every CUDA attention backend against dense fp32 attention (outputs and gradients) at the head sizes of π0.5, SigLIP
+   and Qwen3, with its time for one π0.5 layer.
+2. π0.5 and GR00T-N1.5 in bf16, reduced and real size, packed against upstream: loss, gradients and time of forward +
+   backward, and peak memory. GR00T's prompts have one length, since upstream attends to the padding of shorter ones.
 
     python benchmarks/gpu_check.py --output benchmarks/results
 
@@ -31,9 +31,12 @@ from embodix.attention.cuda import FlashAttention2, FlashAttention4, Flex, Torch
 from embodix.attention.reference import reference_attention
 from embodix.attention.segment import SegmentSdpa
 from embodix.packing.packers import PaddingFreePacker
+from embodix.policies.groot_n15.architecture import PUBLIC_ARCHITECTURE
+from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.pi05.wrapper import Pi05Wrapper
-from embodix.policies.settings import FastPathSettings
+from embodix.policies.settings import FastPathSettings, PolicyWrapper
 from embodix.report.benchmark import require_quotable, write_benchmark
+from embodix.testing import groot
 from embodix.testing.errors import compare_gradients, gradients_of, relative_error
 from embodix.testing.pi05 import meta_pi05, random_batch, randomise_adaptive_norms, small_pi05
 
@@ -45,6 +48,7 @@ BACKENDS: tuple[Callable[[], AttentionBackend], ...] = (
     SegmentSdpa,
 )
 PROMPT_LENGTHS = (45, 52, 58, 65)
+HEAD_DIMS = (256, 128, 72)
 TIME_LIMIT_SECONDS = 420
 REDUCED = {
     "vision": {
@@ -70,6 +74,28 @@ REDUCED = {
         "num_heads": 8,
         "num_kv_heads": 1,
         "head_dim": 64,
+    },
+}
+REDUCED_GROOT = {
+    "vision": REDUCED["vision"] | {"image_size": 224, "intermediate_size": 1076},
+    "language": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 32144,
+    },
+    "vl_self_attention": {"num_layers": 2, "num_attention_heads": 8, "attention_head_dim": 64},
+    "action_head": {
+        "num_layers": 6,
+        "num_attention_heads": 8,
+        "attention_head_dim": 48,
+        "hidden_size": 256,
+        "num_future_tokens": 32,
+        "num_embodiments": 32,
+        "num_inference_timesteps": 4,
     },
 }
 
@@ -147,9 +173,10 @@ def initialise(policy: Any) -> None:
     randomise_adaptive_norms(policy)
 
 
-def check_policy(policy: Any, backend: AttentionBackend) -> dict[str, Any]:
+def check_policy(
+    policy: Any, batch: dict[str, Any], wrapper: PolicyWrapper, backend: AttentionBackend
+) -> dict[str, Any]:
     """Packed against upstream on the same policy, batch and random stream."""
-    batch = random_batch(policy, PROMPT_LENGTHS, padded_length=200)
     batch = {name: value.cuda() for name, value in batch.items()}
 
     def step() -> float:
@@ -164,7 +191,7 @@ def check_policy(policy: Any, backend: AttentionBackend) -> dict[str, Any]:
     for name in ("upstream", "fast"):
         installation = None
         if name == "fast":
-            installation = Pi05Wrapper().install(policy, FastPathSettings(PaddingFreePacker(), backend))
+            installation = wrapper.install(policy, FastPathSettings(PaddingFreePacker(), backend))
         torch.cuda.reset_peak_memory_stats()
         loss = step()
         gradients[name] = gradients_of(policy)
@@ -181,43 +208,69 @@ def check_policy(policy: Any, backend: AttentionBackend) -> dict[str, Any]:
     }
 
 
-def policies(largest_bytes: int) -> dict[str, Callable[[], Any]]:
-    """Sizes that fit this device: three cameras of which one is missing, bf16."""
-    chosen: dict[str, Callable[[], Any]] = {
-        "reduced": lambda: small_pi05(
-            REDUCED,
-            image_size=224,
-            dtype="bfloat16",
-            device="cuda",
-            empty_cameras=1,
-            chunk_size=50,
-            n_action_steps=50,
-            max_action_dim=32,
-            action_dim=7,
-        )
+Case = Callable[[AttentionBackend], dict[str, Any]]
+
+
+def pi05_case(build: Callable[[], Any]) -> Case:
+    def check(backend: AttentionBackend) -> dict[str, Any]:
+        policy = build()
+        return check_policy(policy, random_batch(policy, PROMPT_LENGTHS, padded_length=200), Pi05Wrapper(), backend)
+
+    return check
+
+
+def groot_case(architecture: dict[str, Any], tuned: bool) -> Case:
+    def check(backend: AttentionBackend) -> dict[str, Any]:
+        sizes = {"max_state_dim": 64, "max_action_dim": 32, "action_dim": 7, "tune_llm": tuned, "tune_visual": tuned}
+        with torch.device("cuda"):
+            policy = groot.small_groot({**architecture, "dropout": 0.0}, device="cuda", use_bf16=True, **sizes)
+        batch = groot.random_batch(policy, [55] * len(PROMPT_LENGTHS), [2] * len(PROMPT_LENGTHS))
+        return check_policy(policy, batch, GrootN15Wrapper(), backend)
+
+    return check
+
+
+def policy_cases(device_bytes: int) -> dict[str, tuple[int, Case]]:
+    """Head size and check of what fits this device; π0.5 with two cameras of three, GR00T with two."""
+    reduced = {
+        "image_size": 224,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "empty_cameras": 1,
+        "chunk_size": 50,
+        "n_action_steps": 50,
+        "max_action_dim": 32,
+        "action_dim": 7,
     }
-    if largest_bytes > 40 * 2**30:
-        chosen["real"] = lambda: real_pi05(dtype="bfloat16", empty_cameras=1)
+    chosen = {
+        "pi05 reduced": (256, pi05_case(lambda: small_pi05(REDUCED, **reduced))),
+        "groot reduced, tuned": (128, groot_case(REDUCED_GROOT, tuned=True)),
+    }
+    if device_bytes > 40 * 2**30:
+        chosen["pi05 real"] = (256, pi05_case(lambda: real_pi05(dtype="bfloat16", empty_cameras=1)))
+        chosen["groot real, frozen"] = (128, groot_case(PUBLIC_ARCHITECTURE, tuned=False))
+        chosen["groot real, tuned"] = (128, groot_case(PUBLIC_ARCHITECTURE, tuned=True))
     return chosen
 
 
 def run_checks(record: dict[str, Any]) -> None:
-    """All checks, until the time limit."""
+    """All checks, until the time limit; what did not fit into it is named."""
     start = time.monotonic()
     for make in BACKENDS:
-        for head_dim in (256, 72):
+        for head_dim in HEAD_DIMS:
             record["attention"].append(attempt(lambda make=make, head_dim=head_dim: check_backend(make, head_dim)))
             print(json.dumps(record["attention"][-1]), flush=True)
-    usable = [
-        row["backend"] for row in record["attention"] if row.get("head_dim") == 256 and "milliseconds_a_layer" in row
-    ]
-    for size, build in policies(torch.cuda.get_device_properties(0).total_memory).items():
+    ran = {(row["backend"], row["head_dim"]) for row in record["attention"] if "milliseconds_a_layer" in row}
+    for size, (head_dim, check) in policy_cases(torch.cuda.get_device_properties(0).total_memory).items():
         for make in BACKENDS:
-            if make().name not in usable or time.monotonic() - start > TIME_LIMIT_SECONDS:
+            if (make().name, head_dim) not in ran:
                 continue
-            outcome = attempt(lambda build=build, make=make: check_policy(build(), make()))
-            record["pi05"].append({"size": size, "attention": make().name, **outcome})
-            print(json.dumps(record["pi05"][-1]), flush=True)
+            row = {"policy": size, "attention": make().name}
+            if time.monotonic() - start > TIME_LIMIT_SECONDS:
+                record["policies"].append({**row, "left_out": "the time limit was reached"})
+                continue
+            record["policies"].append({**row, **attempt(lambda check=check, make=make: check(make()))})
+            print(json.dumps(record["policies"][-1]), flush=True)
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -237,10 +290,10 @@ def main() -> None:
     options = parser.parse_args()
     require_quotable(options.allow_dirty)
     record: dict[str, Any] = {
-        "title": "π0.5 and its attention backends on a CUDA device",
+        "title": "π0.5, GR00T-N1.5 and their attention backends on a CUDA device",
         "measured": torch.cuda.is_available(),
         "attention": [],
-        "pi05": [],
+        "policies": [],
     }
     if record["measured"]:
         run_checks(record)
@@ -248,7 +301,7 @@ def main() -> None:
         record["why_not"] = "no CUDA device"
         print("gpu_check: no CUDA device; nothing was measured.")
     write_benchmark(options.output / "gpu_check", record, options.allow_dirty)
-    failed = [row for row in [*record["attention"], *record["pi05"]] if "failed" in row]
+    failed = [row for row in [*record["attention"], *record["policies"]] if "failed" in row]
     raise SystemExit(1 if failed else 0)
 
 
