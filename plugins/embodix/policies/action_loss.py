@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduction of an action-chunk loss, with padded steps trained (host) or left out (mask).
+"""Reduction of an action-chunk loss over its valid elements: steps that exist, dimensions that a sample has.
 
 Shape suffixes: B samples, F flow samples an observation, T action steps, A action dimensions.
 """
@@ -37,29 +37,53 @@ def reduce_all(losses_BFTA: Tensor, reduction: str) -> tuple[Tensor, dict[str, A
     return loss, logged
 
 
+def valid_elements(losses_BFTA: Tensor, is_pad_BT: Tensor | None, action_dims_B: Tensor | None) -> Tensor:
+    """``[B, T, A]`` bool: elements that count.
+
+    Args:
+        is_pad_BT: steps that do not exist; None where padded steps count too.
+        action_dims_B: leading action dimensions that each sample has; None for all.
+
+    Raises:
+        ValueError: a number of dimensions that is not between one and A.
+    """
+    batch_size, _, num_steps, num_dims = losses_BFTA.shape
+    valid_BTA = torch.ones(batch_size, num_steps, num_dims, dtype=torch.bool, device=losses_BFTA.device)
+    if is_pad_BT is not None:
+        valid_BTA &= ~is_pad_BT[..., None]
+    if action_dims_B is not None:
+        if bool(((action_dims_B < 1) | (action_dims_B > num_dims)).any()):
+            raise ValueError(
+                f"action_dims counts the action dimensions of each sample, 1 to {num_dims} here; "
+                f"got {action_dims_B.tolist()}."
+            )
+        valid_BTA &= torch.arange(num_dims, device=valid_BTA.device) < action_dims_B[:, None, None]
+    return valid_BTA
+
+
 def reduce_valid(
     losses_BFTA: Tensor,
-    is_pad_BT: Tensor,
+    valid_BTA: Tensor,
     reduction: str,
     reduce_count: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Mean over the elements of steps that exist.
+    """Mean over the valid elements.
 
-    The sum is divided by the global count: ``reduce_count`` gives the mean count over ranks, and DDP averages the
-    gradients, so the ranks together get total sum / total count. With ``none``, each sample is the mean over its own
-    elements, and 0 where it has no step.
+    The sum is divided by the count that ``reduce_count`` makes of the batch's own: the mean count over ranks of the
+    whole step. DDP averages gradients over ranks and micro-batches add theirs up, so together they get total sum /
+    total count. With ``none``, each sample is the mean over its own elements, and 0 where it has none.
     """
-    valid_BFTA = (~is_pad_BT)[:, None, :, None].expand_as(losses_BFTA)
+    valid_BFTA = valid_BTA[:, None].expand_as(losses_BFTA)
     kept_BFTA = torch.where(valid_BFTA, losses_BFTA, torch.zeros_like(losses_BFTA))
-    num_dims = losses_BFTA.shape[-1]
-    count = valid_BFTA.sum().to(torch.float32)
-    per_dim = kept_BFTA.detach().sum(dim=(0, 1, 2)) / (count / num_dims).clamp(min=1)
-    logged: dict[str, Any] = {"loss_per_dim": per_dim.float().tolist()}
+    counts_A = valid_BFTA.sum(dim=(0, 1, 2))
+    per_dim_A = kept_BFTA.detach().sum(dim=(0, 1, 2)) / counts_A.clamp(min=1)
+    logged: dict[str, Any] = {"loss_per_dim": per_dim_A.float().tolist()}
     if reduction == "none":
         per_sample = valid_BFTA.sum(dim=(1, 2, 3)).clamp(min=1)
         loss = kept_BFTA.sum(dim=(1, 2, 3)) / per_sample
         logged["loss"] = loss.mean().item()
         return loss, logged
+    count = counts_A.sum().to(torch.float32)
     global_count = count if reduce_count is None else reduce_count(count)
     loss = kept_BFTA.sum() / global_count.clamp(min=torch.finfo(torch.float32).tiny)
     logged["loss"] = loss.item()

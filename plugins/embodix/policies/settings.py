@@ -27,7 +27,10 @@ class FastPathSettings:
             camera slot, blank ones too, one call a slot.
         action_pad: ``host`` trains padded action steps as upstream does, ``mask`` leaves them out of the loss.
         flow_samples: noise and time draws an observation, sharing its prefix.
-        reduce_count: mean over ranks of a count, so that a masked loss is normalised globally under DDP.
+        reduce_count: what a batch's count of valid action elements is replaced by when its loss is normalised: the
+            mean over ranks of the whole step's, so that ranks and micro-batches together give the global mean.
+        uneven_batches: batches of a step may differ in size, so that losses are normalised by ``reduce_count`` even
+            where every element of a batch is valid.
         camera_names: image keys of the columns of ``camera_is_pad``; None takes the batch's cameras in the order of
             ``config.image_features``.
     """
@@ -38,6 +41,7 @@ class FastPathSettings:
     action_pad: ActionPad = "host"
     flow_samples: int = 1
     reduce_count: Callable[[Tensor], Tensor] | None = None
+    uneven_batches: bool = False
     camera_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:

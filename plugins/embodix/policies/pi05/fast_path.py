@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodix.policies.action_loss import fill_padded_actions, reduce_all, reduce_valid
+from embodix.policies.action_loss import fill_padded_actions, reduce_all, reduce_valid, valid_elements
 from embodix.policies.batch_keys import require_key
 from embodix.policies.pi05.cameras import CameraBatch, collect_cameras
 from embodix.policies.pi05.inference import ActionSampler
@@ -20,7 +20,7 @@ from embodix.policies.pi05.prefix import PrefixPlan, patches_per_image, plan_pre
 from embodix.policies.pi05.training import draw_noise_and_time, flow_matching_losses
 from embodix.policies.settings import FastPathSettings, TokenCounts
 
-ACTION_PAD_KEY = "action_is_pad"
+ACTION_PAD_KEY, ACTION_DIMS_KEY = "action_is_pad", "action_dims"
 TOKENS_KEY = "observation.language.tokens"
 TOKEN_MASK_KEY = "observation.language.attention_mask"
 
@@ -40,17 +40,32 @@ class Pi05FastPath:
             reduction: ``mean`` for a scalar, ``none`` for one loss a sample.
 
         Raises:
-            ValueError: cameras that do not match, or no ``action_is_pad`` with ``action_pad=mask``.
+            ValueError: cameras that do not match, no ``action_is_pad`` with ``action_pad=mask``, or ``action_dims``
+                beyond the policy's.
         """
         actions_BTA = self.policy.prepare_action(batch)
         is_pad_BT = self._action_is_pad(batch, actions_BTA.device)
         if is_pad_BT is not None:
             actions_BTA = fill_padded_actions(actions_BTA, is_pad_BT)
         losses_BFTA = self.losses(batch, actions_BTA)
-        losses_BFTA = losses_BFTA[..., : self.policy.config.output_features["action"].shape[0]]
-        if is_pad_BT is None:
+        losses_BFTA = losses_BFTA[..., : self._num_action_dims]
+        action_dims_B = self._action_dims(batch, actions_BTA.device)
+        if is_pad_BT is None and action_dims_B is None and not self.settings.uneven_batches:
             return reduce_all(losses_BFTA, reduction)
-        return reduce_valid(losses_BFTA, is_pad_BT, reduction, self.settings.reduce_count)
+        valid_BTA = valid_elements(losses_BFTA, is_pad_BT, action_dims_B)
+        return reduce_valid(losses_BFTA, valid_BTA, reduction, self.settings.reduce_count)
+
+    def action_elements(self, batch: Mapping[str, Any]) -> int:
+        """Elements that the loss of this batch is a mean over, flow samples included."""
+        is_pad_BT = self._action_is_pad(batch, torch.device("cpu"))
+        num_samples = batch["action"].shape[0]
+        steps_B = torch.full((num_samples,), self.policy.config.chunk_size)
+        if is_pad_BT is not None:
+            steps_B = (~is_pad_BT).sum(dim=1)
+        dims_B = self._action_dims(batch, torch.device("cpu"))
+        if dims_B is None:
+            dims_B = torch.full((num_samples,), self._num_action_dims)
+        return int((steps_B * dims_B).sum()) * self.settings.flow_samples
 
     def losses(
         self,
@@ -76,7 +91,17 @@ class Pi05FastPath:
         noise_BTA = kwargs.pop("noise", None)
         _, plan = self._plan(batch)
         actions_BTA = ActionSampler(self.policy, plan, self.settings).sample(noise_BTA, **kwargs)
-        return actions_BTA[..., : self.policy.config.output_features["action"].shape[0]]
+        return actions_BTA[..., : self._num_action_dims]
+
+    @property
+    def _num_action_dims(self) -> int:
+        return int(self.policy.config.output_features["action"].shape[0])
+
+    @staticmethod
+    def _action_dims(batch: Mapping[str, Any], device: torch.device) -> Tensor | None:
+        """``[B]``: action dimensions that each sample has, None where all have all."""
+        dims_B = batch.get(ACTION_DIMS_KEY)
+        return None if dims_B is None else dims_B.to(device)
 
     def _plan(self, batch: Mapping[str, Any]) -> tuple[CameraBatch, PrefixPlan]:
         tokens_BL = require_key(batch, TOKENS_KEY, "π0.5's prompt")
