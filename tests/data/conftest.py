@@ -11,6 +11,7 @@ import pytest
 
 from embodix.data.metaworld import RecordedDataset, record_metaworld
 from embodix.schema.data import RecordSettings
+from embodix.testing.datasets import write_dataset
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +37,37 @@ def recorded(
     tmp_path_factory: pytest.TempPathFactory, small_settings: Callable[..., RecordSettings]
 ) -> RecordedDataset:
     return record_metaworld(small_settings(tmp_path_factory.mktemp("recorded") / "dataset"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(recorded: RecordedDataset) -> Path:
+    """The tokenizer built beside the recording."""
+    return recorded.root / "tokenizer"
+
+
+@pytest.fixture(scope="session")
+def arm_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An arm of seven joints with two cameras: two episodes of twelve frames at 10 Hz."""
+    return write_dataset(tmp_path_factory.mktemp("arm") / "arm", state_dim=7, action_dim=7)
+
+
+@pytest.fixture(scope="session")
+def hands_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two arms with three cameras: one episode of twelve frames at 30 Hz."""
+    cameras, tasks = ("top", "left", "right"), ("fold the towel with both hands",)
+    root = tmp_path_factory.mktemp("hands") / "hands"
+    return write_dataset(root, cameras=cameras, state_dim=14, action_dim=14, tasks=tasks, fps=30, seed=1)
+
+
+@pytest.fixture(scope="session")
+def other_size_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One camera of 40 pixels."""
+    root = tmp_path_factory.mktemp("large") / "large"
+    return write_dataset(root, cameras=("front",), state_dim=3, action_dim=3, image_size=40, seed=2)
+
+
+@pytest.fixture(scope="session")
+def marked_dataset(tmp_path_factory: pytest.TempPathFactory, small_settings: Callable[..., RecordSettings]) -> Path:
+    """A recording that marks absent cameras frame by frame."""
+    root = tmp_path_factory.mktemp("marked") / "dataset"
+    return record_metaworld(small_settings(root, episodes_per_task=3, image_size=28, missing_camera_fraction=0.5)).root

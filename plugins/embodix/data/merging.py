@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodix.data.preprocessing import EmbodimentPart, PreprocessedBatch
-
-CAMERA_PAD_KEY, ACTION_DIMS_KEY = "camera_is_pad", "action_dims"
+from embodix.data.preprocessing import ACTION_DIMS_KEY, CAMERA_PAD_KEY, EmbodimentPart, PreprocessedBatch
 
 
 @dataclass(frozen=True)
@@ -23,13 +21,11 @@ class EmbodimentShape:
     """What merging knows of an embodiment.
 
     Attributes:
-        slots: the policy slots it fills.
-        camera_columns: the slot of each column of the dataset's own ``camera_is_pad``, None for a camera left out.
+        slots: the policy slot of each of its cameras, in the order of the columns of its own ``camera_is_pad``.
         action_dim: its action dimensions.
     """
 
-    slots: frozenset[str]
-    camera_columns: tuple[str | None, ...]
+    slots: tuple[str, ...]
     action_dim: int
 
 
@@ -77,9 +73,8 @@ class PaddingMerger:
         absent_BC = torch.tensor([slot not in shape.slots for slot in present]).repeat(len(part.rows), 1)
         own = part.batch.get(CAMERA_PAD_KEY)
         if own is not None:
-            for column, slot in enumerate(shape.camera_columns):
-                if slot is not None:
-                    absent_BC[:, present.index(slot)] |= own[:, column].to(torch.bool)
+            for column, slot in enumerate(shape.slots):
+                absent_BC[:, present.index(slot)] |= own[:, column].to(torch.bool)
         return absent_BC
 
 
@@ -145,8 +140,10 @@ def in_order(values: Sequence[Tensor], parts: Sequence[EmbodimentPart]) -> Tenso
 
 
 def images_in_order(values: Sequence[Tensor], parts: Sequence[EmbodimentPart]) -> Tensor:
-    """Images of all samples in sample order; an embodiment has the same number in each of its samples."""
+    """Images of all samples in sample order: as many a sample as its embodiment has, without those it marks absent."""
     of_row: dict[int, Tensor] = {}
     for value, part in zip(values, parts, strict=True):
-        of_row.update(zip(part.rows, value.chunk(len(part.rows)), strict=True))
+        absent = part.batch.get(CAMERA_PAD_KEY)
+        counts = [len(value) // len(part.rows)] * len(part.rows) if absent is None else (~absent).sum(1).tolist()
+        of_row.update(zip(part.rows, value.split(counts), strict=True))
     return torch.cat([of_row[row] for row in sorted(of_row)])

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from embodix.data.camera_map import CameraMap, map_cameras, policy_slots
 from embodix.data.mixture_spec import MemberSpec, MixtureSpec
 from embodix.data.order import MixtureOrder, SampleOrder
-from embodix.data.preprocessing import EMBODIMENT_KEY
+from embodix.data.preprocessing import CAMERA_PAD_KEY, EMBODIMENT_KEY
 
 MIXED_POLICIES = ("pi05", "groot")
 BuildDataset = Callable[[TrainPipelineConfig], Any]
@@ -49,6 +49,11 @@ class Member:
     def slots(self) -> dict[str, str]:
         """The cameras that are read, with their slots."""
         return {camera: slot for camera, slot in self.cameras.items() if slot is not None}
+
+    @property
+    def camera_columns(self) -> list[int]:
+        """Columns of the dataset's own ``camera_is_pad`` that belong to cameras which are read."""
+        return [column for column, slot in enumerate(self.cameras.values()) if slot is not None]
 
     @property
     def features(self) -> dict[str, PolicyFeature]:
@@ -124,7 +129,11 @@ class MixtureDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number, local = self.locate(index)
-        return {**self.members[number].dataset[local], EMBODIMENT_KEY: number}
+        member = self.members[number]
+        sample = member.dataset[local]
+        if CAMERA_PAD_KEY in sample:
+            sample[CAMERA_PAD_KEY] = sample[CAMERA_PAD_KEY][member.camera_columns]
+        return {**sample, EMBODIMENT_KEY: number}
 
     def locate(self, index: int) -> tuple[int, int]:
         """The member an index belongs to, and the index in it.

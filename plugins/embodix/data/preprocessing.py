@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 EMBODIMENT_KEY = "embodiment"
+CAMERA_PAD_KEY, ACTION_DIMS_KEY = "camera_is_pad", "action_dims"
 Sample = Mapping[str, Any]
 Preprocessor = Callable[[dict[str, Any]], dict[str, Any]]
 

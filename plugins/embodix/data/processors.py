@@ -109,10 +109,7 @@ def merger_for(policy_cfg: PreTrainedConfig, members: Sequence[Member], preproce
         return EagleMerger(_pad_token_id(preprocessors[0]))
     if policy_cfg.type != "pi05":
         raise ValueError(f"Batches of several embodiments are merged for pi05 and groot; got {policy_cfg.type!r}.")
-    shapes = [
-        EmbodimentShape(frozenset(member.slots.values()), tuple(member.cameras.values()), member.action_dim)
-        for member in members
-    ]
+    shapes = [EmbodimentShape(tuple(member.slots.values()), member.action_dim) for member in members]
     widths = {
         "action": max(member.action_dim for member in members),
         "observation.state": max(member.state_dim for member in members),
