@@ -48,15 +48,17 @@ class GrootFastPath:
             ValueError: a key that is missing or not understood, image tokens that do not match the images, or no
                 ``action_is_pad`` with ``action_pad=mask``.
         """
-        mask_BTA = require_key(batch, "action_mask", "GR00T's loss")
+        mask_BTA = self._loss_mask(batch)
         if self.settings.action_pad == "mask":
-            is_pad_BT = self._action_is_pad(batch)
-            batch = {**batch, "action": fill_padded_actions(batch["action"], is_pad_BT)}
-            mask_BTA = mask_BTA * ~is_pad_BT[..., None]
+            batch = {**batch, "action": fill_padded_actions(batch["action"], self._action_is_pad(batch))}
         losses_BFTA = self.losses(batch)
         mask_BTA = mask_BTA.to(losses_BFTA.device)
         loss = reduce_masked(losses_BFTA, mask_BTA, reduction, self.settings.reduce_count)
         return loss, {"loss": loss.detach().mean().item()}
+
+    def action_elements(self, batch: Mapping[str, Any]) -> int:
+        """Elements that the loss of this batch is a mean over, flow samples included."""
+        return int(self._loss_mask(batch).sum()) * self.settings.flow_samples
 
     def losses(
         self, batch: Mapping[str, Any], noise_BFTA: Tensor | None = None, time_BF: Tensor | None = None
@@ -126,6 +128,13 @@ class GrootFastPath:
     def _features(self, inputs: Any, plan: TokenPlan, attention: TokenAttention) -> Tensor:
         backbone = self.policy._groot_model.backbone
         return backbone_features(backbone, plan, inputs["eagle_pixel_values"], attention)
+
+    def _loss_mask(self, batch: Mapping[str, Any]) -> Tensor:
+        """``[B, T, A]``: upstream's mask, without padded steps where they are to be left out."""
+        mask_BTA: Tensor = require_key(batch, "action_mask", "GR00T's loss")
+        if self.settings.action_pad == "mask":
+            return mask_BTA * ~self._action_is_pad(batch)[..., None]
+        return mask_BTA
 
     def _action_is_pad(self, batch: Mapping[str, Any]) -> Tensor:
         """``[B, T]``: steps that do not exist, those that the processor appends to a short chunk included."""

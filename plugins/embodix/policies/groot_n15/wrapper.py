@@ -33,6 +33,10 @@ class GrootInstallation:
         """Counts of the last training step, None before the first."""
         return self.fast_path.token_counts
 
+    def action_elements(self, batch: Mapping[str, Any]) -> int:
+        """Elements that the loss of this batch is a mean over, flow samples included."""
+        return self.fast_path.action_elements(batch)
+
     def uninstall(self) -> None:
         """Put upstream's methods back; a second call does nothing."""
         for name in REPLACED_METHODS:
