@@ -203,7 +203,7 @@ def memory(num_bytes: float | None) -> str:
     if num_bytes is None:
         return "not measured"
     for power, unit in ((3, "GiB"), (2, "MiB")):
-        if num_bytes >= 1024**power:
+        if num_bytes >= 1000 * 1024 ** (power - 1):  # never 1e+03 of the smaller unit
             return f"{num_bytes / 1024**power:.3g} {unit}"
     return f"{num_bytes / 1024:.3g} KiB"
 
