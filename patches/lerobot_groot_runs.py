@@ -21,7 +21,7 @@ PATCH = Patch(
         "dm-tree": ">=0.1.8,<1",  # imported by groot_n1.py, which goes on without it until the first forward
     },
     symptom="a base model can't be loaded (Beta() on the meta device, no post_init), images can't be processed ('list' "
-    "has no 'shape'), SigLIP demands flash-attn; loading draws the connector mlp1 anew, unties lm_head and makes "
+    "has no 'shape'), SigLIP demands flash-attn; loading draws the connector mlp1 anew and makes "
     "float32 training parameters bfloat16; a checkpoint forgets which tokenizer assets it was trained with.",
     upstream="https://github.com/huggingface/lerobot/pull/3182 repairs the first three after 0.5.1",
     why_safe="the same modules and formulas run; only where tensors are made, which attention kernel computes them, "
@@ -81,8 +81,6 @@ def _with_post_init(init: Callable[..., None]) -> Callable[..., None]:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.post_init()
-        # Transformers stops looking at the backbone, which is no PreTrainedModel and holds the tied language model.
-        self.all_tied_weights_keys = self.get_expanded_tied_weights_keys(all_submodels=True)
 
     return initialise
 

@@ -23,8 +23,8 @@ PATCH = Patch(
     remove_when="upstream's loading raises by itself when a tensor is not the file's",
 )
 
-# Upstream computes vocabulary logits and drops them (groot_n1.py, forward_eagle takes hidden states only), and the
-# tensor is tied to the token embeddings; files have it or leave it out.
+# Upstream computes vocabulary logits and drops them (groot_n1.py, forward_eagle takes hidden states only). Where the
+# tensor is tied to the token embeddings, files leave it out, and upstream loads a model whose own is random.
 UNUSED = ("language_model.lm_head.weight",)
 
 

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from embodix.patching import patched, replace_attribute
+from embodix.patching import patched, replace_attribute, sizes_patch
 from embodix.schema.compose import compose
+from embodix.testing.groot import SMALL_ARCHITECTURE as SMALL_GROOT
 from embodix.testing.pi05 import SMALL_ARCHITECTURE
+from embodix.training.host_assets import prepare_host_assets
 from embodix.training.host_config import decode_host_config
 from embodix.training.host_context import command_line
 from embodix.training.run import RunResult, run_training
@@ -40,6 +42,25 @@ def small_run(dataset_root: Path, *overrides: str) -> list[str]:
     ]
 
 
+def small_groot_run(dataset_root: Path, *overrides: str) -> list[str]:
+    """The same for GR00T-N1.5."""
+    architecture = {**SMALL_GROOT, "language": {**SMALL_GROOT["language"], "vocab_size": VOCAB_SIZE}}
+    sizes = json.dumps(architecture).replace('"', "")
+    return [
+        "policy=groot_n15_small",
+        f"architecture={sizes}",
+        f"dataset.root={dataset_root}",
+        "policy.image_size=[28,28]",
+        "policy.chunk_size=6",
+        "policy.n_action_steps=3",
+        "train.batch_size=3",
+        "train.num_workers=0",
+        "train.steps=3",
+        "train.eval_freq=0",
+        *overrides,
+    ]
+
+
 def train_here(overrides: list[str]) -> RunResult:
     """What ``lerobot train`` does with these overrides, in this process."""
     return run_training(compose("train", overrides), overrides)
@@ -48,7 +69,8 @@ def train_here(overrides: list[str]) -> RunResult:
 def train_upstream(overrides: list[str]) -> list[float]:
     """Upstream's own ``train(cfg)`` on the config that these overrides make, without accelerator or features.
 
-    Only what makes the run possible on a CPU without network is there: the small sizes and the offline tokenizer.
+    Only what makes the run possible on a CPU without network is there: the small sizes and the offline tokenizer, and
+    for GR00T-N1.5 the repairs without which it can't run.
 
     Returns:
         The loss of each step, as upstream's loop computed it.
@@ -59,9 +81,12 @@ def train_upstream(overrides: list[str]) -> list[float]:
 
     cfg = compose("train", overrides)
     host_cfg = decode_host_config(cfg)
-    sizes = {"lerobot_pi05_sizes": {"architecture": host_sizes(cfg)}}
+    prepare_host_assets(cfg, host_cfg)
+    patches = {sizes_patch(cfg.policy.type): {"architecture": host_sizes(cfg)}}
+    if cfg.policy.type == "groot":
+        patches |= {"lerobot_groot_runs": {}, "lerobot_groot_samples": {"language": cfg.language.name}}
     with (
-        patched(sizes),
+        patched(patches),
         offline_tokenizer(Path(cfg.tokenizer.directory)),
         command_line(["lerobot-train"]),
         recorded_losses() as losses,

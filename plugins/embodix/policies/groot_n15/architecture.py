@@ -181,7 +181,7 @@ def eagle_config(architecture: Mapping[str, Any]) -> dict[str, Any]:
             "max_position_embeddings": 40960,
             "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000},
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": False,
         },
         "_attn_implementation": "sdpa",
         "downsample_ratio": 0.5,
@@ -195,7 +195,9 @@ def eagle_config(architecture: Mapping[str, Any]) -> dict[str, Any]:
         "pad2square": False,
         "select_layer": -1,
         "template": "qwen2-chat",
-        "tie_word_embeddings": True,
+        # Loading a base model unties them in any case (transformers stops at the backbone, which is no
+        # PreTrainedModel), and plain upstream can only load a checkpoint that holds both tensors.
+        "tie_word_embeddings": False,
         "use_pixel_shuffle": False,
         "use_thumbnail": True,
     }

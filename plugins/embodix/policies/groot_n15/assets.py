@@ -58,7 +58,8 @@ class AssetSettings:
     chunk_size: int
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "instructions": sorted(set(self.instructions)), "layout": LAYOUT}
+        corpus = sorted(set(self.instructions))
+        return {**asdict(self), "instructions": corpus, "eagle": _eagle_files(self.architecture), "layout": LAYOUT}
 
     @property
     def digest(self) -> str:
