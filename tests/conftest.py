@@ -113,3 +113,21 @@ def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
         progress=False,
     )
     return record_metaworld(settings).root
+
+
+@pytest.fixture(scope="session")
+def arm_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An arm of seven joints with two cameras: two episodes of twelve frames at 10 Hz."""
+    from embodix.testing.datasets import write_dataset
+
+    return write_dataset(tmp_path_factory.mktemp("arm") / "arm", state_dim=7, action_dim=7)
+
+
+@pytest.fixture(scope="session")
+def hands_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two arms with three cameras: one episode of twelve frames at 30 Hz."""
+    from embodix.testing.datasets import write_dataset
+
+    cameras, tasks = ("top", "left", "right"), ("fold the towel with both hands",)
+    root = tmp_path_factory.mktemp("hands") / "hands"
+    return write_dataset(root, cameras=cameras, state_dim=14, action_dim=14, tasks=tasks, fps=30, seed=1)
