@@ -83,6 +83,20 @@ def test_a_patch_that_does_not_exist_is_named(a_machine, capsys):
     assert "No patch is called 'mend_everything'" in need
 
 
+def test_groot_says_what_it_imports(a_machine, capsys, monkeypatch):
+    def version(name):
+        if name == "peft":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    assert _needs(capsys, "policy=groot_n15_small") == []
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    (need,) = _needs(capsys, "policy=groot_n15_small")
+    assert "patch 'lerobot_groot_runs' does not fit: wanted peft>=0.18,<1, found none; install it: pip install" in need
+    assert _needs(capsys, "policy=pi05_small") == []
+
+
 def test_a_wrapper_is_asked_for_only_when_something_is_wrapped(a_machine, capsys):
     overrides = ["policy=pi05_small", "policy.type=act"]
     assert _needs(capsys, *overrides) == []

@@ -11,6 +11,7 @@ import draccus
 import pytest
 from lerobot.configs.default import DatasetConfig, EvalConfig, WandBConfig
 from lerobot.configs.train import TrainPipelineConfig
+from lerobot.policies.groot.configuration_groot import GrootConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from omegaconf import OmegaConf
 
@@ -46,9 +47,10 @@ def test_eval_settings_are_upstreams() -> None:
     assert dataclasses.asdict(EvalSettings()) == dataclasses.asdict(EvalConfig())
 
 
-def test_policy_group_is_upstreams_config_field_by_field() -> None:
-    group = OmegaConf.to_container(compose("train", ["policy=pi05"]).policy)
-    upstream = plain(draccus.encode(PI05Config(device="cpu")))
+@pytest.mark.parametrize(("policy", "config"), [("pi05", PI05Config), ("groot_n15", GrootConfig)])
+def test_policy_group_is_upstreams_config_field_by_field(policy: str, config: Any) -> None:
+    group = OmegaConf.to_container(compose("train", [f"policy={policy}"]).policy)
+    upstream = plain(draccus.encode(config(device="cpu")))
     changed = {"push_to_hub": False, "device": None}  # nothing leaves the machine unasked; the device is found
     assert group == {**upstream, **changed}
 
@@ -65,11 +67,14 @@ def test_wandb_options_are_upstreams() -> None:
     assert options == {**dataclasses.asdict(WandBConfig()), "enable": True}
 
 
-@pytest.mark.parametrize("policy", ["pi05", "pi05_small"])
+POLICIES = {"pi05": PI05Config, "pi05_small": PI05Config, "groot_n15": GrootConfig, "groot_n15_small": GrootConfig}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_decoded_config_is_upstreams_type(policy: str) -> None:
     host_cfg = decode_host_config(compose("train", [f"policy={policy}", "train.output_dir=x", "train.steps=7"]))
     assert type(host_cfg) is TrainPipelineConfig
-    assert isinstance(host_cfg.policy, PI05Config)
+    assert isinstance(host_cfg.policy, POLICIES[policy])
     assert host_cfg.steps == 7
     assert host_cfg.use_policy_training_preset
 

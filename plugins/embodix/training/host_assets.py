@@ -26,10 +26,18 @@ def prepare_host_assets(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None:
     policy: Any = host_cfg.policy
     if cfg.architecture is None or policy is None or policy.type != "groot":
         return
-    from embodix.policies.groot_n15.assets import BASE_MODEL, AssetSettings, prepare_assets
+    from embodix.policies.groot_n15.assets import (
+        BASE_MODEL,
+        RECORD_FILE,
+        AssetSettings,
+        prepare_assets,
+        require_unchanged,
+    )
 
     named = _named_folder(policy)
     if named is not None and named.is_dir():
+        if (named / RECORD_FILE).is_file():
+            require_unchanged(named)
         return
     datasets = _metadata(cfg, host_cfg)
     architecture: Any = OmegaConf.to_container(cfg.architecture, resolve=True)
