@@ -14,7 +14,8 @@ from embodix.report.compare import SpeedBound, compare_runs, relative_difference
 from embodix.report.runs import read_run, read_variants
 from embodix.report.statistics import mcnemar_p_value, quantile, wilson_interval
 from embodix.report.steps import append_step, read_steps
-from embodix.report.wording import verdict_line, verdicts, what_was_run
+from embodix.report.table import _rows
+from embodix.report.wording import percent, verdict_line, verdicts, what_was_run
 
 BOUND = SpeedBound(this_size=2.1, real_size=1.77, real_name="π0.5 (4.1 B parameters)", basis="Two cameras.")
 
@@ -175,6 +176,24 @@ def test_waiting_for_data_and_divergence_are_warned_of(tmp_path):
     assert "waiting waits for data during 27 % of its wall-clock time" in warnings
     assert "upstream waits" not in warnings
     assert "diverged has diverged" in warnings
+
+
+@pytest.mark.parametrize(("num_workers", "warned"), [(0, False), (2, True)])
+def test_work_moved_into_other_processes_is_warned_of(tmp_path, num_workers, warned):
+    runs = []
+    for variant, place in (("upstream", "main"), ("embodix", "workers")):
+        config = {"train": {"num_workers": num_workers}, "preprocessing": {"name": place}}
+        runs.append(read_run(write_run(tmp_path / variant, variant, config=config)))
+    warnings = " ".join(compare_runs(runs).warnings)
+    assert ("leaves the loader's workers out, and embodix preprocesses in them" in warnings) is warned
+
+
+def test_the_share_of_waiting_is_shown(tmp_path):
+    runs = [write_run(tmp_path / name, name, data_wait_ms=90) for name in ("upstream", "embodix")]
+    report = compare_runs([read_run(run) for run in runs])
+    (row,) = [cells for label, cells in _rows(report) if label == "waiting for data, of wall clock"]
+    assert row == [percent(variant.data_wait_share, 1) for variant in report.variants]
+    assert report.variants[0].data_wait_share == pytest.approx(90 / (90 + 666), rel=0.05)
 
 
 def test_what_was_run_reads_as_a_sentence(comparison):

@@ -21,7 +21,7 @@ from embodix.report.summary import VariantSummary, divide, summarise, timed_step
 
 # Settings that say how a step is computed, watched or stored, not what is learned from which samples.
 _HOW_NOT_WHAT = (
-    *("attention", "packing", "vision_tokens", "patches", "plugin", "strict_plugins"),
+    *("attention", "packing", "vision_tokens", "patches", "plugin", "preprocessing", "reads", "strict_plugins"),
     *("compare", "env", "eval", "logging", "output_dir", "resume", "step_clock"),
     *("policy.compile_mode", "policy.compile_model", "policy.gradient_checkpointing"),
     *("train.eval_freq", "train.job_name", "train.log_freq", "train.num_workers", "train.output_dir"),
@@ -137,7 +137,7 @@ def compare_runs(
         baseline=baseline,
         variants=variants,
         pairs=pairs,
-        warnings=_warnings(variants, pairs),
+        warnings=[*_warnings(variants, pairs), *uncounted_work(ordered)],
         config_differences=config_differences(ordered),
         runs=ordered,
     )
@@ -261,6 +261,22 @@ def _algorithm_changes(base: Run, run: Run) -> list[str]:
         f"{key} is {values[run.name]} instead of {values[base.name]}"
         for key, values in config_differences([base, run]).items()
         if not any(key == setting or key.startswith(f"{setting}.") for setting in _HOW_NOT_WHAT)
+    ]
+
+
+def uncounted_work(runs: Sequence[Run]) -> list[str]:
+    """A warning where variants preprocess in different processes, of which the CPU time counts one."""
+    places = {
+        run.name: (run.manifest.config.get("preprocessing") or {}).get("name", "main")
+        for run in runs
+        if (run.manifest.config.get("train") or {}).get("num_workers", 0) > 0
+    }
+    if len(set(places.values())) < 2:
+        return []
+    moved = ", ".join(name for name, place in places.items() if place == "workers")
+    return [
+        f"Process CPU time leaves the loader's workers out, and {moved} preprocesses in them. Compare CPU times with "
+        "train.num_workers=0, or with one choice of preprocessing for all."
     ]
 
 

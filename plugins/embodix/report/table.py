@@ -84,6 +84,7 @@ def _rows(report: CompareReport) -> list[tuple[str | None, list[str]]]:
         row("samples/s, wall clock", lambda v: f"{v.samples_per_wall_s:.3g}"),
         separator,
         *(row(f"{wording.PHASE_NAMES[p]}, ms", lambda v, p=p: f"{1000 * getattr(v, clock)[p]:.1f}") for p in PHASES),
+        row("waiting for data, of wall clock", lambda v: wording.percent(v.data_wait_share, 1)),
         separator,
         row("token utilisation", lambda v: wording.percent(v.utilisation)),
         row("FLOPs a step", lambda v: wording.quantity(v.flops_per_step)),
