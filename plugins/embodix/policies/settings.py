@@ -107,6 +107,10 @@ class Installation(Protocol):
         """What is installed, for reports."""
         ...
 
+    def action_elements(self, batch: Mapping[str, Any]) -> int:
+        """Elements that the loss of this batch is a mean over, flow samples included."""
+        ...
+
 
 @dataclass(frozen=True)
 class ReferenceCheck:

@@ -3,7 +3,8 @@
 
 Upstream's own files are untouched, so plain LeRobot loads the checkpoint. Beside them stand
 ``pretrained_model/embodix_overrides.json`` (the Hydra overrides), ``pretrained_model/embodix_architecture.json``
-(widths and depths of a small policy) and ``training_state/embodix_loader.safetensors`` (position in the data).
+(widths and depths of a small policy) and ``training_state/embodix_loader.safetensors`` or
+``embodix_stream.json`` (position in the data).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lerobot.utils.constants import (
 
 from embodix.training.loader import LoaderState
 from embodix.training.session import current_session
+from embodix.training.step_loader import StreamState
 
 OVERRIDES_FILE = "embodix_overrides.json"
 ARCHITECTURE_FILE = "embodix_architecture.json"
@@ -36,9 +38,8 @@ def write_session_state(checkpoint_dir: Path) -> None:
     if session.config.get("architecture"):
         (model_dir / ARCHITECTURE_FILE).write_text(json.dumps(session.config["architecture"], indent=2) + "\n")
     session.data.save_embodiments(model_dir)
-    position = session.loader.position if session.loader else None
-    if position is not None:
-        position.save(checkpoint_dir / TRAINING_STATE_DIR)
+    if session.position is not None:
+        session.position.save(checkpoint_dir / TRAINING_STATE_DIR)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class Checkpoint:
 
     def loader_state(self) -> LoaderState | None:
         return LoaderState.load(self.folder / TRAINING_STATE_DIR)
+
+    def stream_state(self) -> StreamState | None:
+        """The position of a run whose packer composed the batches; None for another."""
+        return StreamState.load(self.folder / TRAINING_STATE_DIR)
 
 
 def find_checkpoint(path: Path | str) -> Checkpoint:

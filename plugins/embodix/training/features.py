@@ -15,8 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from embodix import plugins
 from embodix.attention.select import choose_backend
 from embodix.data.mixture_spec import is_mixture
+from embodix.packing.composer import BatchComposer
 from embodix.policies.settings import FastPathSettings, Installation
 from embodix.schema.train import NamedChoice
+from embodix.training.step_forward import StepCount
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,21 @@ class FeatureSelection:
 
 @dataclass
 class InstalledFeatures:
-    """What is in force on a policy: the wrapper's installation (None for pure upstream) and the backend's name."""
+    """What is in force on a policy.
+
+    Attributes:
+        installation: the wrapper's, None for pure upstream.
+        attention_backend: its name.
+        wrapper: the policy's wrapper, None for pure upstream.
+        composer: the packer where it composes the batches.
+        step_count: what a composed step's losses are divided by.
+    """
 
     installation: Installation | None
     attention_backend: str
+    wrapper: Any = None
+    composer: BatchComposer | None = None
+    step_count: StepCount | None = None
 
 
 def select_features(cfg: DictConfig) -> FeatureSelection:
@@ -103,16 +116,20 @@ def install_features(
             head_dim=wrapper.head_dim(policy),
             candidates=_attention_candidates(selection.attention),
         )
+    packer = plugins.resolve("packers", selection.packing.name)(**selection.packing.options)
+    composer = packer if isinstance(packer, BatchComposer) else None
+    step_count = StepCount() if composer is not None else None
     settings = FastPathSettings(
-        packer=plugins.resolve("packers", selection.packing.name)(**selection.packing.options),
+        packer=packer,
         attention=attention,
         vision_tokens=selection.vision_tokens,  # type: ignore[arg-type]  # checked by select_features
         action_pad=selection.action_pad,  # type: ignore[arg-type]
         flow_samples=selection.flow_samples,
-        reduce_count=_mean_over_ranks(accelerator),
+        reduce_count=step_count or _mean_over_ranks(accelerator),
+        uneven_batches=composer is not None,
     )
     backend = attention.name if attention is not None else "upstream dense eager"
-    return InstalledFeatures(wrapper.install(policy, settings), backend)
+    return InstalledFeatures(wrapper.install(policy, settings), backend, wrapper, composer, step_count)
 
 
 def _attention_candidates(choice: NamedChoice) -> dict[str, Callable[[], Any]]:

@@ -21,12 +21,13 @@ class FirstBatch:
         policy.forward = self._keep
 
     def _keep(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        self.batch = dict(batch)
+        if self.batch is None:
+            self.batch = dict(batch)
         self.release()
         return self._forward(batch, *args, **kwargs)
 
     def release(self) -> None:
-        """Put the policy's own method back; a second call does nothing."""
+        """Put the policy's own method back, unless another stands before it; a second call does nothing."""
         if self._policy.__dict__.get("forward") != self._keep:
             return
         if self._replaced is None:

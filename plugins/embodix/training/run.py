@@ -135,6 +135,7 @@ def _run(
             synchronize=cfg.step_clock.synchronize,
             count_flops_at=cfg.step_clock.count_flops_at,
             resume_from=checkpoint.loader_state() if checkpoint else None,
+            resume_stream=checkpoint.stream_state() if checkpoint else None,
             first_step=checkpoint.step + 1 if checkpoint else 1,
             on_step=on_step,
         )

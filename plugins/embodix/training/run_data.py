@@ -27,6 +27,7 @@ from embodix.data.mixture_spec import MixtureSpec, decode_mixture, is_mixture
 from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder
 from embodix.data.preprocessing import LoopPreprocessor, PreprocessingCollate
 from embodix.data.processors import ProcessorCall, ProcessorPair, member_config, merger_for
+from embodix.policies.sample_sizes import SizedDataset
 from embodix.training.order_sampler import OrderSampler
 
 
@@ -94,6 +95,7 @@ class RunData:
         self.collate: PreprocessingCollate | None = None
         self.sampler: OrderSampler | None = None
         self._call: ProcessorCall | None = None
+        self._host_preprocessors: Callable[[], list[Any]] = list
         self._saved: list[ProcessorPair] = []
 
     def build_dataset(self, host_cfg: TrainPipelineConfig, upstream: Callable[[TrainPipelineConfig], Any]) -> Any:
@@ -121,12 +123,14 @@ class RunData:
         device = torch.device(policy_cfg.device or "cpu")
         if not isinstance(self.dataset, MixtureDataset):
             pre, post = call.build()
+            self._host_preprocessors = lambda: [call.build(device="cpu")[0]]
             if self.choices.preprocesses_in_loader:
                 self.collate = PreprocessingCollate([call.build(device="cpu")[0]])
             return LoopPreprocessor(pre, device), post
         members = self.dataset.members
         own = [call.build(member, device="cpu")[0] for member in members]
         self.collate = PreprocessingCollate(own, merger_for(policy_cfg, members, own))
+        self._host_preprocessors = lambda: own
         self._call, self._saved = call, [call.build(member) for member in members]
         evaluated = self.dataset.spec.evaluated_index
         pre, post = self._saved[evaluated]
@@ -159,6 +163,14 @@ class RunData:
             walks = [self._walk(member.dataset, seed + k) for k, member in enumerate(self.dataset.members)]
             return self.dataset.order(seed, walks)
         return self._walk(self.dataset, seed)
+
+    def sized_datasets(self) -> list[SizedDataset]:
+        """The data sets that the loop reads, one after the other, for measuring their samples."""
+        preprocessors = self._host_preprocessors()
+        if not isinstance(self.dataset, MixtureDataset):
+            return [SizedDataset(self.dataset, preprocessors[0])]
+        members = zip(self.dataset.members, preprocessors, strict=True)
+        return [SizedDataset(member.dataset, own, tuple(member.cameras.values())) for member, own in members]
 
     def _walk(self, dataset: Any, seed: int) -> SampleOrder:
         if self.choices.sampling == "file_window":

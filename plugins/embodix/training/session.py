@@ -18,6 +18,7 @@ from embodix import patching
 from embodix.policies.settings import ChecksReference, ReferenceCheck, TokenCounts
 from embodix.report.manifest import collect_manifest
 from embodix.report.steps import StepRecord, TokenRecord, append_step
+from embodix.training.composition import Composition
 from embodix.training.features import FeatureSelection, InstalledFeatures, install_features
 from embodix.training.first_batch import FirstBatch
 from embodix.training.flops import flop_counter
@@ -25,6 +26,7 @@ from embodix.training.loader import LoaderState, ResumableLoader
 from embodix.training.memory import peak_memory
 from embodix.training.run_data import RunData, read_choices
 from embodix.training.step_clock import StepClock
+from embodix.training.step_loader import StreamState
 
 STEPS_FILE, MANIFEST_FILE = "steps.jsonl", "manifest.json"
 _current: contextvars.ContextVar[TrainingSession] = contextvars.ContextVar("embodix_training_session")
@@ -47,6 +49,7 @@ class TrainingSession:
         synchronize: wait for the device at each mark.
         count_flops_at: the step whose operations are counted, or None.
         resume_from: loader position of the checkpoint that is resumed.
+        resume_stream: position of a composed run in the checkpoint that is resumed.
         first_step: number of the first step trained here.
         check_reference: after the first step, compare with the reference where upstream's own batch is not it.
         on_step: called with each finished step's record.
@@ -65,6 +68,7 @@ class TrainingSession:
         synchronize: bool = False,
         count_flops_at: int | None = None,
         resume_from: LoaderState | None = None,
+        resume_stream: StreamState | None = None,
         first_step: int = 1,
         check_reference: bool = False,
         on_step: Callable[[StepRecord], None] | None = None,
@@ -79,10 +83,11 @@ class TrainingSession:
         self.policy: Any = None
         self.features: InstalledFeatures | None = None
         self.loader: ResumableLoader | None = None
+        self.composition: Composition | None = None
         self.flops_per_step: int | None = None
         self._synchronize = synchronize
         self._count_flops_at = count_flops_at
-        self._resume_from = resume_from
+        self._resume_from, self._resume_stream = resume_from, resume_stream
         self._step = first_step
         self._check_reference = check_reference
         self._first_batch: FirstBatch | None = None
@@ -109,6 +114,13 @@ class TrainingSession:
         if self._check_reference and isinstance(self.features.installation, ChecksReference):
             self._first_batch = FirstBatch(policy)
         self.clock = StepClock(accelerator.device, self._synchronize)
+        if self.features.composer is not None and self.features.step_count is not None:
+            composer, count = self.features.composer, self.features.step_count
+            resumed = self._resume_stream
+            composition = Composition(composer, self.features, count, self.host_cfg, accelerator, resumed)
+            order = self.data.order(self.host_cfg.seed or 0)
+            composition.measure(policy, self.data.sized_datasets(), order, self.selection.flow_samples)
+            self.composition = composition
 
     def loader_built(self, loader: Any) -> Any:
         """Upstream's loader, before accelerate prepares it."""
@@ -117,14 +129,29 @@ class TrainingSession:
             self.data.announce(baseline=self.selection.packing.name == "none")
         return loader
 
-    def loader_prepared(self, loader: Any, optimizer: Any) -> ResumableLoader:
+    def prepared(self, policy: Any, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any]:
+        """The loader and the scheduler that upstream's loop uses, from those that accelerate prepared."""
         self.optimizer = optimizer
-        self.loader = ResumableLoader(
-            loader, self._resume_from, self._fetch_starts, self._fetched, order=self.data.sampler
-        )
+        if self.composition is not None:
+            self.composition.wrap_forward(policy, self.clock.end)
+            scheduler = self.composition.wrap_schedule(scheduler)
+            loader = self.composition.build_loader(
+                self.data.dataset, self.data.collate, self._fetch_starts, self._fetched
+            )
+        else:
+            loader = self.loader = ResumableLoader(
+                loader, self._resume_from, self._fetch_starts, self._fetched, order=self.data.sampler
+            )
         if self.accelerator.is_main_process:
             self.write_manifest()
-        return self.loader
+        return loader, scheduler
+
+    @property
+    def position(self) -> LoaderState | StreamState | None:
+        """Where the run stands in its data, None before the first batch."""
+        if self.composition is not None:
+            return self.composition.state()
+        return self.loader.position if self.loader else None
 
     def forward_starts(self) -> None:
         self.clock.end("preprocess")
@@ -142,6 +169,8 @@ class TrainingSession:
             self.flops_per_step = self._counter.get_total_flops()
             self._counter = None
         self.clock.end("backward")
+        if self.composition is not None:
+            self.composition.bin_ended()
 
     def gradients_clipped(self, grad_norm: Any) -> None:
         self._grad_norm = float(grad_norm)
@@ -159,6 +188,8 @@ class TrainingSession:
         if self._on_step is not None:
             self._on_step(record)
         self._step += 1
+        if self.composition is not None:
+            self.composition.step_ended()
         self._compare_with_reference()
 
     def _compare_with_reference(self) -> None:
@@ -175,14 +206,13 @@ class TrainingSession:
     def write_manifest(self) -> None:
         """Write what is known of the run; called again at the end with what was measured."""
         assert self.features is not None
-        installation = self.features.installation
         manifest = collect_manifest(
             self.name,
             seed=self.host_cfg.seed,
             config=self.config,
             packer=self.selection.packing.name,
             attention=self.features.attention_backend,
-            settings={**(installation.describe() if installation else {}), "data": self.data.describe()},
+            settings=self._settings(),
             patches=[name for name in patching.patch_names() if patching.is_applied(name)],
             flops_per_step=self.flops_per_step,
             num_parameters=sum(p.numel() for p in self.policy.parameters()),
@@ -191,12 +221,23 @@ class TrainingSession:
         )
         manifest.save(self.output_dir / MANIFEST_FILE)
 
+    def _settings(self) -> dict[str, Any]:
+        assert self.features is not None
+        settings: dict[str, Any] = {"data": self.data.describe()}
+        if self.features.installation is not None:
+            settings = {**self.features.installation.describe(), **settings}
+        if self.composition is not None:
+            settings["composition"] = self.composition.describe()
+        return settings
+
     def close(self) -> None:
         """Write the final manifest and give upstream's policy back its own methods."""
         if self.features is None:
             return
         if self.accelerator.is_main_process:
             self.write_manifest()
+        if self.composition is not None:
+            self.composition.release()
         if self._first_batch is not None:
             self._first_batch.release()
         if self.features.installation is not None:
@@ -209,11 +250,16 @@ class TrainingSession:
 
     def _fetched(self, batch: Any) -> None:
         self.clock.end("data_wait")
-        self._num_samples = _batch_size(batch) * self.accelerator.num_processes
+        if self.composition is not None:
+            self._num_samples = self.composition.num_samples
+        else:
+            self._num_samples = _batch_size(batch) * self.accelerator.num_processes
 
     def _record(self) -> StepRecord:
         installation = self.features.installation if self.features else None
         counts = installation.token_counts if installation else None
+        if self.composition is not None:
+            counts = self.composition.token_counts
         return StepRecord(
             step=self._step,
             loss=self._loss,

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from embodix.packing.sizes import SampleSizes
 from embodix.patching import version_problem
 from embodix.policies.groot_n15.fast_path import GrootFastPath
+from embodix.policies.groot_n15.sample_sizes import sample_sizes
+from embodix.policies.sample_sizes import SizedDataset
 from embodix.policies.settings import FastPathSettings, TokenCounts
 from embodix.policies.vision_attention import align_vision_attention
 
@@ -75,6 +78,12 @@ class GrootN15Wrapper:
                 raise ValueError(f"The fast path of {self.policy_type} follows one upstream version: {problem}.")
         self._require_policy(policy)
         return GrootInstallation(policy, GrootFastPath(policy, settings))
+
+    def sample_sizes(
+        self, policy: Any, datasets: Sequence[SizedDataset], flow_samples: int, progress: Callable[[int], None]
+    ) -> SampleSizes:
+        """Tokens and images of every sample, for packers that compose batches."""
+        return sample_sizes(policy, datasets, flow_samples, progress)
 
     def head_dim(self, policy: Any) -> int:
         """Channels of one attention head of the language model, the widest of the three transformers."""

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from embodix.packing.sizes import SampleSizes
 from embodix.patching import version_problem
 from embodix.policies.pi05.fast_path import Pi05FastPath
+from embodix.policies.pi05.sample_sizes import sample_sizes
+from embodix.policies.sample_sizes import SizedDataset
 from embodix.policies.settings import FastPathSettings, TokenCounts
 from embodix.policies.vision_attention import align_vision_attention
 
@@ -74,6 +77,12 @@ class Pi05Wrapper:
                 raise ValueError(f"The fast path of {self.policy_type} follows one upstream version: {problem}.")
         self._require_policy(policy)
         return Pi05Installation(policy, Pi05FastPath(policy, settings))
+
+    def sample_sizes(
+        self, policy: Any, datasets: Sequence[SizedDataset], flow_samples: int, progress: Callable[[int], None]
+    ) -> SampleSizes:
+        """Tokens and images of every sample, for packers that compose batches."""
+        return sample_sizes(policy, datasets, flow_samples, progress)
 
     def head_dim(self, policy: Any) -> int:
         """Channels of one attention head, the same in the language model and the action expert."""

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefix tokens and images of every sample for π0.5: its prompt holds the state, so that each sample is tokenised.
+
+The prompts are built and tokenised by upstream's own processor steps, from the state and task columns alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from embodix.packing.sizes import IntArray, SampleSizes
+from embodix.policies.pi05.prefix import patches_per_image
+from embodix.policies.sample_sizes import SizedDataset
+
+STATE_KEY, TOKEN_MASK_KEY = "observation.state", "observation.language.attention_mask"
+PROMPTS_AT_A_TIME = 4096
+
+
+def sample_sizes(
+    policy: Any, datasets: Sequence[SizedDataset], flow_samples: int, progress: Callable[[int], None]
+) -> SampleSizes:
+    """Sizes of all samples, data set after data set; see ``embodix.policies.sample_sizes``."""
+    num_patches = patches_per_image(policy)
+    prompts, images = [], []
+    for part in datasets:
+        prompts.append(_prompt_lengths(part, progress))
+        present = [key for key in policy.config.image_features if key in part.preprocessed([0])]
+        images.append(len(present) - part.num_absent())
+    images_N = np.concatenate(images)
+    prefix_N = np.concatenate(prompts) + images_N * num_patches
+    return SampleSizes(prefix_N, images_N, policy.config.chunk_size * flow_samples)
+
+
+def _prompt_lengths(part: SizedDataset, progress: Callable[[int], None]) -> IntArray:
+    states_ND = torch.from_numpy(part.column(STATE_KEY).astype(np.float32)).reshape(len(part), -1)
+    names, tasks_N = part.task_names(), part.column("task_index").reshape(-1)
+    lengths = []
+    for start in range(0, len(part), PROMPTS_AT_A_TIME):
+        rows = slice(start, start + PROMPTS_AT_A_TIME)
+        batch = {STATE_KEY: states_ND[rows], "task": [names[index] for index in tasks_N[rows]]}
+        mask_BL = part.preprocess(batch)[TOKEN_MASK_KEY]
+        lengths.append(mask_BL.sum(dim=1).cpu().numpy().astype(np.int64))
+        progress(len(lengths[-1]))
+    return np.concatenate(lengths)

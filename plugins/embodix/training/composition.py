@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose packer composes the batches: sizes, stream, loader, step and schedule, put together once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from accelerate import Accelerator
+from lerobot.configs.train import TrainPipelineConfig
+from torch.utils.data import default_collate
+
+from embodix.data.order import SampleOrder, ShuffledOrder
+from embodix.packing.batches import BatchStream
+from embodix.packing.composer import BatchComposer
+from embodix.packing.cost import CostModel
+from embodix.packing.sizes import SampleSizes
+from embodix.policies.sample_sizes import SizedDataset, measure_samples
+from embodix.policies.settings import TokenCounts
+from embodix.training.cost_fit import CostFit
+from embodix.training.features import InstalledFeatures
+from embodix.training.sample_schedule import SampleSchedule
+from embodix.training.step_forward import StepCount, StepForward
+from embodix.training.step_loader import StepDataset, StepLoader, StreamState
+
+
+def require_composable(host_cfg: TrainPipelineConfig) -> None:
+    """Refuse what composed batches can't be trained with.
+
+    Raises:
+        ValueError: sample weighting (RA-BC), or a streamed data set.
+    """
+    if host_cfg.use_rabc:
+        raise ValueError(
+            "train.use_rabc weights the samples of upstream's batches; a packer that composes batches normalises by "
+            "action elements. Choose packing=padding_free."
+        )
+    if host_cfg.dataset.streaming:
+        raise ValueError(
+            "A packer that composes batches picks samples by index, which a streamed data set has not. "
+            "Set dataset.streaming=false, or choose packing=padding_free."
+        )
+
+
+class Composition:
+    """Puts a composing packer into upstream's loop.
+
+    Args:
+        composer: the packer.
+        features: what is installed on the policy; its losses are divided by ``count``.
+        count: the step's count of action elements.
+        resume_from: state of the checkpoint that is resumed.
+
+    Attributes:
+        forward: what stands in for the prepared policy's ``forward``, once it is prepared.
+    """
+
+    def __init__(
+        self,
+        composer: BatchComposer,
+        features: InstalledFeatures,
+        count: StepCount,
+        host_cfg: TrainPipelineConfig,
+        accelerator: Accelerator,
+        resume_from: StreamState | None,
+    ) -> None:
+        require_composable(host_cfg)
+        self._composer, self._features, self._count = composer, features, count
+        self._host_cfg, self._accelerator, self._resume_from = host_cfg, accelerator, resume_from
+        self._schedule: SampleSchedule | None = None
+        self._fit: CostFit | None = None
+        self.forward: StepForward | None = None
+
+    def measure(self, policy: Any, datasets: Sequence[SizedDataset], order: SampleOrder | None, flow: int) -> None:
+        """Measure every sample and pack the first epoch.
+
+        Raises:
+            ValueError: a sample that no bin can hold, or a policy that can't tell sizes.
+        """
+        self.sizes: SampleSizes = measure_samples(self._features.wrapper, policy, datasets, flow)
+        self.stream = BatchStream(
+            order or ShuffledOrder(len(self.sizes), self._host_cfg.seed or 0),
+            self._composer,
+            self.sizes,
+            num_ranks=self._accelerator.num_processes,
+            samples_per_step=self._host_cfg.batch_size,
+            cost=getattr(self._composer, "cost_model", None),
+        )
+        if self._resume_from is not None:
+            self.stream.load_state_dict(self._resume_from.stream)
+        fit_steps: int | None = getattr(self._composer, "fit_steps", None)
+        if fit_steps is not None and len(self.stream.cost_models) == 1:
+            self._fit = CostFit(fit_steps, self.sizes, self._accelerator)
+
+    def build_loader(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None,
+        before_step: Callable[[], None],
+        after_step: Callable[[Any], None],
+    ) -> StepLoader:
+        """The loader in place of the one that upstream built, with upstream's options."""
+        num_workers = self._host_cfg.num_workers
+        options = {"num_workers": num_workers, "pin_memory": self._accelerator.device.type == "cuda"}
+        options["prefetch_factor"] = 2 if num_workers > 0 else None
+        steps = StepDataset(dataset, collate or default_collate, self._host_cfg.seed or 0)
+        rank, device = self._accelerator.process_index, self._accelerator.device
+        self.loader = StepLoader(self.stream, steps, rank, device, options, before_step, after_step)
+        return self.loader
+
+    def wrap_forward(self, prepared: Any, phase_ended: Callable[[str], None]) -> None:
+        """Run the micro-batches of a step in the prepared policy's ``forward``."""
+        installation = self._features.installation
+        assert installation is not None
+        self.forward = StepForward(prepared, self._accelerator, installation, self._count, phase_ended, self)
+
+    def wrap_schedule(self, scheduler: Any) -> Any:
+        """Let the learning rate advance by samples."""
+        if scheduler is None:
+            return None
+        since_last = self._resume_from.samples_since_schedule if self._resume_from else 0
+        per_step = self._host_cfg.batch_size * self._accelerator.num_processes
+        self._schedule = SampleSchedule(scheduler, per_step, lambda: self.num_samples, since_last)
+        return self._schedule
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the last step over all ranks."""
+        assert self.loader.step is not None
+        return self.loader.step.num_samples
+
+    @property
+    def token_counts(self) -> TokenCounts | None:
+        """Counts of the last step over all ranks."""
+        return self.forward.token_counts if self.forward else None
+
+    def bin_started(self) -> None:
+        """Of each micro-batch, with the two below: times it while the cost model is being fitted."""
+        if self._fit is not None:
+            self._fit.bin_started()
+
+    def forward_ended(self) -> None:
+        if self._fit is not None:
+            self._fit.forward_ended()
+
+    def bin_ended(self) -> None:
+        if self._fit is not None:
+            self._fit.bin_ended()
+
+    def step_ended(self) -> None:
+        """Fit the cost model once enough steps are measured."""
+        if self._fit is None:
+            return
+        assert self.loader.step is not None
+        model = self._fit.step_ended(self.loader.step.ranks[self._accelerator.process_index])
+        if not self._fit.finished:
+            return
+        num_measured, self._fit = len(self._fit.measured), None
+        self._adopt(model, num_measured)
+
+    def state(self) -> StreamState | None:
+        """What the checkpoint keeps, None before the first step."""
+        stream = self.loader.stream_state()
+        return StreamState(stream, self._schedule.since_last if self._schedule else 0) if stream is not None else None
+
+    def describe(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {
+            "mean_tokens": float(self.sizes.tokens.mean()),
+            "mean_images": float(self.sizes.images_N.mean()),
+            "cost_models": [asdict(entry) for entry in self.stream.cost_models],
+            "schedule": "by samples",
+        }
+
+    def release(self) -> None:
+        """Give the prepared policy its own ``forward`` back."""
+        if self.forward is not None:
+            self.forward.release()
+
+    def _adopt(self, model: CostModel | None, num_measured: int) -> None:
+        if model is None:
+            logging.warning(
+                f"The times of {num_measured} bins explain no cost model; bins stay composed by tokens. Give "
+                "packing.options.cost as coefficients, or measure more steps with packing.options.fit_steps."
+            )
+            return
+        self.stream.adopt(model)
+        scaled = asdict(self.stream.cost_models[-1].model)
+        logging.info(
+            f"Cost model fitted to {num_measured} bins, in tokens: {scaled}. It shares bins among processes from now "
+            "on and packs from the next epoch on; packing.options.cost takes it as it is."
+        )
