@@ -12,8 +12,11 @@ from embodix.patching import Patch, replace_attribute
 
 PATCH = Patch(
     name="lerobot_groot_runs",
-    target="lerobot.policies.groot: GR00TN15, EagleBackbone, FlowmatchingActionHead's Beta, _build_eagle_processor, "
-    "Eagle25VLPreTrainedModel._init_weights",
+    target="lerobot.policies.groot: groot_n1.GR00TN15.__init__, groot_n1.GR00TN15.from_pretrained, "
+    "groot_n1.AutoConfig, groot_n1.AutoModel, modeling_groot.GrootPolicy._create_groot_model, "
+    "action_head.flow_matching_action_head.Beta, eagle2_hg_model.modeling_eagle2_5_vl.SiglipVisionModel, "
+    "eagle2_hg_model.modeling_eagle2_5_vl.Eagle25VLPreTrainedModel._init_weights, processor_groot.AutoProcessor, "
+    "processor_groot.GrootEagleEncodeStep.get_config, processor_groot.GrootEagleCollateStep.get_config",
     requires={
         "lerobot": ">=0.5.1,<0.5.2",
         "transformers": ">=5.3,<5.4",

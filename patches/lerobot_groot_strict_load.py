@@ -14,7 +14,7 @@ from embodix.policies.weight_loading import WeightLoadError, listed
 
 PATCH = Patch(
     name="lerobot_groot_strict_load",
-    target="lerobot.policies.groot: GR00TN15.from_pretrained, GrootPolicy._load_as_safetensor",
+    target="lerobot.policies.groot: groot_n1.GR00TN15.from_pretrained, modeling_groot.GrootPolicy._load_as_safetensor",
     requires={"lerobot": ">=0.5.1,<0.5.2", "transformers": ">=5.3,<5.4"},
     symptom="tensors that a file lacks, or that change after they were loaded (the connector mlp1 does), are at most "
     "a line in a log, and training goes on from random weights.",

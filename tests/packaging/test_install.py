@@ -47,13 +47,18 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from embodix.patching import apply_patch, is_applied, patch_module, patch_names, undo_patch
 
-small = OmegaConf.load(Path(str(files("embodix.hydra_conf"))) / "policy" / "pi05_small.yaml")
-OPTIONS = {"lerobot_pi05_sizes": {"architecture": OmegaConf.to_container(small.architecture)}}
+def small(policy):
+    config = OmegaConf.load(Path(str(files("embodix.hydra_conf"))) / "policy" / f"{policy}.yaml")
+    return {"architecture": OmegaConf.to_container(config.architecture)}
+
+OPTIONS = {"lerobot_pi05_sizes": small("pi05_small"), "lerobot_groot_sizes": small("groot_n15_small")}
 
 def symbols(target):
-    # "package.module.symbol, other_symbol", "package.module: symbol" or "package.module.Class.method"
-    first, *others = [part.strip() for part in target.replace(": ", ".").split(",")]
-    names = [first, *(first.rpartition(".")[0] + "." + other for other in others)]
+    # "package: module.symbol, other.Class.method", "package.module.symbol, other_symbol" or "package.module.symbol"
+    base, colon, listed = target.rpartition(": ")
+    first, *others = [part.strip() for part in listed.split(",")]
+    base = base or first.rpartition(".")[0]
+    names = [f"{base}.{first}" if colon else first, *(f"{base}.{other}" for other in others)]
     for name in names:
         parts = name.split(".")
         for cut in range(len(parts) - 1, 0, -1):
