@@ -51,6 +51,11 @@ class PackedLayout:
         return 0 if self.num_samples_computed is None else self.num_samples_computed - self.batch_size
 
     @property
+    def computed_lengths(self) -> tuple[int, ...]:
+        """Valid tokens of each sample whose actions are computed: 0 for blank ones."""
+        return self.lengths + (0,) * self.num_blank_samples
+
+    @property
     def num_valid(self) -> int:
         return sum(self.lengths)
 

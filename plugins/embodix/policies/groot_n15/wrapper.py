@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from embodix.packing.layout import ShapePadder
 from embodix.packing.sizes import SampleSizes
 from embodix.patching import version_problem
 from embodix.policies.groot_n15.fast_path import GrootFastPath
@@ -70,13 +71,18 @@ class GrootN15Wrapper:
 
         Raises:
             ValueError: lerobot out of range, another policy type, a config that the packed computation does not cover,
-                or already installed.
+                a packer for fixed shapes, or already installed.
         """
         for distribution, wanted in self.supported.items():
             problem = version_problem(distribution, wanted)
             if problem:
                 raise ValueError(f"The fast path of {self.policy_type} follows one upstream version: {problem}.")
         self._require_policy(policy)
+        if isinstance(settings.packer, ShapePadder):
+            raise ValueError(
+                f"The packed GR00T computes valid rows, not fixed shapes; packing={settings.packer.name} would have no "
+                "effect on its shapes. Choose packing=token_budget."
+            )
         return GrootInstallation(policy, GrootFastPath(policy, settings))
 
     def sample_sizes(

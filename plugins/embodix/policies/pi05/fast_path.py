@@ -78,7 +78,7 @@ class Pi05FastPath:
 
         Noise and time are drawn, in upstream's order, unless both are given.
         """
-        cameras, plan = self._plan(batch)
+        cameras, plan = self._plan(batch, fixed_shapes=True)
         self.token_counts = self._count(batch, cameras, plan)
         if noise_BFTA is None or time_BF is None:
             noise_BFTA, time_BF = draw_noise_and_time(self.policy.model, actions_BTA, self.settings.flow_samples)
@@ -103,11 +103,11 @@ class Pi05FastPath:
         dims_B = batch.get(ACTION_DIMS_KEY)
         return None if dims_B is None else dims_B.to(device)
 
-    def _plan(self, batch: Mapping[str, Any]) -> tuple[CameraBatch, PrefixPlan]:
+    def _plan(self, batch: Mapping[str, Any], fixed_shapes: bool = False) -> tuple[CameraBatch, PrefixPlan]:
         tokens_BL = require_key(batch, TOKENS_KEY, "π0.5's prompt")
         mask_BL = require_key(batch, TOKEN_MASK_KEY, "π0.5's prompt")
         cameras = collect_cameras(self.policy, batch, self.settings.camera_names)
-        return cameras, plan_prefix(self.policy, cameras, tokens_BL, mask_BL, self.settings)
+        return cameras, plan_prefix(self.policy, cameras, tokens_BL, mask_BL, self.settings, fixed_shapes)
 
     def _action_is_pad(self, batch: Mapping[str, Any], device: torch.device) -> Tensor | None:
         """The mask of padded action steps where it is asked for."""
@@ -119,6 +119,7 @@ class Pi05FastPath:
     def _count(self, batch: Mapping[str, Any], cameras: CameraBatch, plan: PrefixPlan) -> TokenCounts:
         layout = plan.layout
         num_suffix = layout.batch_size * self.settings.flow_samples * self.policy.config.chunk_size
+        num_blank = layout.num_blank_samples * self.settings.flow_samples * self.policy.config.chunk_size
         num_steps = layout.batch_size * self.policy.config.chunk_size
         is_pad = batch.get(ACTION_PAD_KEY)
         images_upstream = cameras.present_BC.numel()
@@ -126,7 +127,7 @@ class Pi05FastPath:
         assert language_length == batch[TOKENS_KEY].shape[1]
         return TokenCounts(
             valid=layout.num_valid + num_suffix,
-            computed=layout.num_computed + num_suffix,
+            computed=layout.num_computed + num_suffix + num_blank,
             upstream=layout.batch_size * layout.padded_length + num_suffix,
             images_computed=plan.num_images,
             images_upstream=images_upstream,

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from embodix.packing.layout import PackedLayout
+from embodix.packing.layout import PackedLayout, ShapePadder
 from embodix.policies.pi05.cameras import CameraBatch
 from embodix.policies.settings import FastPathSettings
 
@@ -25,7 +26,8 @@ class PrefixPlan:
 
     Attributes:
         layout: the packer's decision.
-        images: ``[I, 3, H, W]`` batches, one vision-tower call each.
+        images: ``[I, 3, H, W]`` batches, one vision-tower call each; the last may end in blank images.
+        num_blank_images: blank images at the end, whose tokens nothing reads.
         tokens: language ids to embed, one dimension.
         sources_N: row of the embedded ``[X, D]`` table for each computed row; X itself means "blank, zeros".
         needs_blank: some computed rows have no embedding (padding kept for a camera that was not computed).
@@ -36,16 +38,27 @@ class PrefixPlan:
     tokens: Tensor
     sources_N: Tensor
     needs_blank: bool
+    num_blank_images: int = 0
 
     @property
     def num_images(self) -> int:
+        """Images that go through the vision tower, blank ones included."""
         return sum(batch.shape[0] for batch in self.images)
 
 
 def plan_prefix(
-    policy: Any, cameras: CameraBatch, tokens_BL: Tensor, token_mask_BL: Tensor, settings: FastPathSettings
+    policy: Any,
+    cameras: CameraBatch,
+    tokens_BL: Tensor,
+    token_mask_BL: Tensor,
+    settings: FastPathSettings,
+    fixed_shapes: bool = False,
 ) -> PrefixPlan:
-    """Decide on the host what is computed; one transfer of the masks, no other wait for the device."""
+    """Decide on the host what is computed; one transfer of the masks, no other wait for the device.
+
+    Args:
+        fixed_shapes: let the packer fill the layout up to one of its shapes, if it has any.
+    """
     device = cameras.images[0].device
     num_patches = patches_per_image(policy)
     mask_BL = token_mask_BL.detach().to("cpu", torch.bool)
@@ -55,19 +68,34 @@ def plan_prefix(
     computed_BC = torch.ones_like(cameras.present_BC)
     if settings.vision_tokens == "valid":
         computed_BC = cameras.present_BC
-    kept_BL = torch.zeros(valid_BS.numel(), dtype=torch.bool)
+    images = _image_batches(cameras, settings.vision_tokens, device)
+    num_blank_images = 0
+    if fixed_shapes and isinstance(settings.packer, ShapePadder):
+        num_real = int(computed_BC.sum()) if settings.vision_tokens == "valid" else 0
+        layout = settings.packer.pad(layout, num_real)
+        images, num_blank_images = _with_blank_images(images, num_real, layout.num_images_computed)
+    kept_BL = torch.zeros(valid_BS.numel() + 1, dtype=torch.bool)
     kept_BL[layout.rows_N] = True
-    kept_BL = kept_BL.view(valid_BS.shape)[:, cameras.present_BC.shape[1] * num_patches :]
+    kept_BL = kept_BL[: layout.blank_row].view(valid_BS.shape)[:, cameras.present_BC.shape[1] * num_patches :]
 
     sources_BS, num_rows = _sources(computed_BC, kept_BL, num_patches)
-    sources_N = sources_BS.flatten()[layout.rows_N]
+    sources_N = torch.cat([sources_BS.flatten(), torch.tensor([num_rows])])[layout.rows_N]
     return PrefixPlan(
         layout=layout.to(device),
-        images=_image_batches(cameras, settings.vision_tokens, device),
+        images=images,
         tokens=tokens_BL.to(device).flatten()[_indices(kept_BL, device)],
         sources_N=sources_N.to(device),
         needs_blank=bool((sources_N == num_rows).any()),
+        num_blank_images=num_blank_images,
     )
+
+
+def _with_blank_images(images: list[Tensor], num_real: int, num_computed: int | None) -> tuple[list[Tensor], int]:
+    """One batch of real images filled up to the number of the shape; upstream's batches a slot stay as they are."""
+    if not num_real or num_computed is None:
+        return images, 0
+    num_blank = num_computed - num_real
+    return [F.pad(images[0], (0, 0, 0, 0, 0, 0, 0, num_blank))], num_blank
 
 
 def patches_per_image(policy: Any) -> int:
@@ -113,7 +141,9 @@ def embed_prefix(policy: Any, plan: PrefixPlan) -> Tensor:
     """``[N, D]`` embedded rows in packed order, through upstream's own embedding methods."""
     model = policy.model
     with_expert = model.paligemma_with_expert
-    rows = [model._apply_checkpoint(with_expert.embed_image, image).flatten(0, 1) for image in plan.images]
+    images = [model._apply_checkpoint(with_expert.embed_image, image) for image in plan.images]
+    images[-1] = images[-1][: images[-1].shape[0] - plan.num_blank_images]
+    rows = [image.flatten(0, 1) for image in images]
 
     def embed_language(tokens: Tensor) -> Tensor:
         embedded = with_expert.embed_language_tokens(tokens)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from embodix.attention.backend import AttentionBackend
@@ -31,11 +32,11 @@ class VarlenPrefixLm:
         self._valid_rows_V = layout.valid_rows_V
         self._num_computed = layout.num_computed
         self._prefix_segments = Segments.from_lengths(layout.lengths, layout.lengths, device)
-        repeated = [length for length in layout.lengths for _ in range(num_flow)]
+        repeated = [length for length in layout.computed_lengths for _ in range(num_flow)]
         self._suffix_segments = Segments.from_lengths(
             [num_actions] * len(repeated), [length + num_actions for length in repeated], device
         )
-        self._joint_rows = _interleave(layout.lengths, num_flow, num_actions).to(device)
+        self._joint_rows = _interleave(layout.computed_lengths, num_flow, num_actions).to(device)
 
     def prefix(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, scale: float) -> Tensor:
         """Prefix rows among themselves, ``[N, H, D]``; rows that are no tokens get 0."""
@@ -83,9 +84,9 @@ class DensePrefixLm:
         self._eager: Callable[..., tuple[Tensor, Tensor]] = modeling_gemma.eager_attention_forward
         self._module = attention_module
         self._rows_N = layout.rows_N
-        self._shape = (layout.batch_size, layout.padded_length)
+        self._shape = (len(layout.computed_lengths), layout.padded_length)
         valid_rows = layout.rows_N if layout.valid_rows_V is None else layout.rows_N[layout.valid_rows_V]
-        valid_S = torch.zeros(layout.batch_size * layout.padded_length, dtype=torch.bool, device=device)
+        valid_S = torch.zeros(self._shape[0] * self._shape[1], dtype=torch.bool, device=device)
         valid_BS = valid_S.index_fill(0, valid_rows, True).view(self._shape)
         self._prefix_mask = _additive(valid_BS[:, None, :] & valid_BS[:, :, None], OPENPI_ATTENTION_MASK_VALUE)
         self._suffix_mask = _additive(_suffix_sees(valid_BS, num_flow, num_actions), OPENPI_ATTENTION_MASK_VALUE)
@@ -94,7 +95,8 @@ class DensePrefixLm:
         """Prefix rows among themselves, ``[N, H, D]``."""
         q_BHSD, k_BGSD, v_BGSD = (self._spread(rows) for rows in (q_NHD, k_NGD, v_NGD))
         out_BSHD, _ = self._eager(self._module, q_BHSD, k_BGSD, v_BGSD, self._prefix_mask, scale)
-        return out_BSHD.flatten(0, 1).index_select(0, self._rows_N)
+        out_XHD = F.pad(out_BSHD.flatten(0, 1), (0, 0, 0, 0, 0, 1))  # what a blank row may take
+        return out_XHD.index_select(0, self._rows_N)
 
     def suffix(
         self, q_RHD: Tensor, prefix_kv: tuple[Tensor, Tensor], suffix_kv: tuple[Tensor, Tensor], scale: float
@@ -110,9 +112,13 @@ class DensePrefixLm:
         return out_BRHD.flatten(0, 1)
 
     def _spread(self, rows_NHD: Tensor) -> Tensor:
-        """Packed rows in the padded batch, ``[B, H, S, D]``, zeros where nothing was computed."""
-        padded = rows_NHD.new_zeros(self._shape[0] * self._shape[1], *rows_NHD.shape[1:])
-        return padded.index_copy(0, self._rows_N, rows_NHD).unflatten(0, self._shape).transpose(1, 2)
+        """Packed rows in the padded batch, ``[B, H, S, D]``, zeros where nothing was computed.
+
+        Blank rows go where no token is: behind the last sample, or into a blank one.
+        """
+        num_rows = self._shape[0] * self._shape[1]
+        padded = rows_NHD.new_zeros(num_rows + 1, *rows_NHD.shape[1:]).index_copy(0, self._rows_N, rows_NHD)
+        return padded[:num_rows].unflatten(0, self._shape).transpose(1, 2)
 
 
 def _suffix_sees(valid_BS: Tensor, num_flow: int, num_actions: int) -> Tensor:

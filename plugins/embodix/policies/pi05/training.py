@@ -61,7 +61,9 @@ def predict_velocity(
     policy: Any, plan: PrefixPlan, noisy_RTA: Tensor, time_R: Tensor, settings: FastPathSettings
 ) -> Tensor:
     """``[R, T, A]`` velocity for noisy actions."""
-    model = policy.model
+    model, num_sequences = policy.model, noisy_RTA.shape[0]
+    num_blank = plan.layout.num_blank_samples * (num_sequences // plan.layout.batch_size)
+    noisy_RTA, time_R = F.pad(noisy_RTA, (0, 0, 0, 0, 0, num_blank)), F.pad(time_R, (0, num_blank))
     prefix_NW = embed_prefix(policy, plan)
     suffix_RTE, _, _, condition_RE = model.embed_suffix(noisy_RTA, time_R)
     if computes_in_bfloat16(policy):
@@ -69,7 +71,8 @@ def predict_velocity(
     step = step_context(policy, plan, suffix_RTE, condition_RE, settings)
     suffix_RTE = _run_layers(policy, prefix_NW, suffix_RTE, step)
     normed_RTE, _ = model.paligemma_with_expert.gemma_expert.model.norm(suffix_RTE, cond=condition_RE)
-    return model._apply_checkpoint(model.action_out_proj, normed_RTE.to(torch.float32))
+    velocity_RTA: Tensor = model._apply_checkpoint(model.action_out_proj, normed_RTE.to(torch.float32))
+    return velocity_RTA[:num_sequences]
 
 
 def computes_in_bfloat16(policy: Any) -> bool:
@@ -82,7 +85,7 @@ def step_context(
 ) -> StepContext:
     """RoPE tables, attention boundaries and masks, once for all layers."""
     layout, device = plan.layout, suffix_RTE.device
-    num_flow, num_actions = suffix_RTE.shape[0] // layout.batch_size, suffix_RTE.shape[1]
+    num_flow, num_actions = suffix_RTE.shape[0] // len(layout.computed_lengths), suffix_RTE.shape[1]
     rotary = policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
     attention: VarlenPrefixLm | DensePrefixLm
     if settings.attention is None:
@@ -90,7 +93,7 @@ def step_context(
         attention = DensePrefixLm(layout, num_flow, num_actions, device, module)
     else:
         attention = VarlenPrefixLm(settings.attention, layout, num_flow, num_actions, device)
-    positions = suffix_positions(layout.lengths, num_flow, num_actions, device)
+    positions = suffix_positions(layout.computed_lengths, num_flow, num_actions, device)
     return StepContext(
         prefix_rope=rope_tables(rotary, suffix_RTE, layout.positions_N),
         suffix_rope=rope_tables(rotary, suffix_RTE, positions),
