@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from embodix.patching import Patch, patched, replace_attribute
-from embodix.policies.groot_n15.architecture import eagle_config, groot_config, validate_architecture
+from embodix.policies.groot_n15.architecture import GAIN, eagle_config, groot_config, validate_architecture
 
 PATCH = Patch(
     name="lerobot_groot_sizes",
@@ -26,7 +26,9 @@ def apply(*, architecture: Mapping[str, Any]) -> Callable[[], None]:
 
     Args:
         architecture: ``vision``, ``language``, ``vl_self_attention`` and ``action_head`` with their sizes, and
-            ``dropout``; see ``embodix.policies.groot_n15.architecture``.
+            ``dropout``; optionally ``linear_gain``, with which linear layers start in place of upstream's standard
+            deviation of 0.02 at any width, under which narrow layers pass on little; see
+            ``embodix.policies.groot_n15.architecture``.
 
     Raises:
         ValueError: see ``validate_architecture``.
@@ -91,6 +93,20 @@ def _builder(architecture: Mapping[str, Any], policy_config: Any) -> Any:
         model.action_head.set_trainable_parameters(
             tune_projector=tune_projector, tune_diffusion_model=tune_diffusion_model
         )
+        if architecture.get(GAIN) is not None:
+            _start_linear_layers(model, float(architecture[GAIN]))
         return model.eval()
 
     return classmethod(from_pretrained)
+
+
+def _start_linear_layers(model: Any, gain: float) -> None:
+    """Draw the weights of every linear layer outside the vision tower with ``gain / sqrt(inputs)``."""
+    import torch
+    from lerobot.policies.groot.action_head.flow_matching_action_head import CategorySpecificLinear
+
+    for name, module in model.named_modules():
+        if isinstance(module, CategorySpecificLinear):
+            torch.nn.init.normal_(module.W, std=gain / module.W.shape[1] ** 0.5)
+        elif isinstance(module, torch.nn.Linear) and "vision_model" not in name:
+            torch.nn.init.normal_(module.weight, std=gain / module.in_features**0.5)

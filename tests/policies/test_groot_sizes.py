@@ -87,6 +87,21 @@ def test_a_seed_makes_the_same_weights_again():
     assert not all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_linear_layers_start_where_asked():
+    for gain in (None, 0.5):
+        model = small_groot({**SMALL_ARCHITECTURE, "linear_gain": gain})._groot_model
+        linears = {
+            "connector": (model.backbone.eagle_model.mlp1[0].weight, 32),
+            "language": (model.backbone.eagle_model.language_model.model.layers[1].mlp.down_proj.weight, 64),
+            "vl_self_attention": (model.action_head.vl_self_attention.transformer_blocks[0].attn1.to_q.weight, 32),
+            "dit": (model.action_head.model.transformer_blocks[2].ff.net[2].weight, 128),
+            "embodiments": (model.action_head.action_encoder.W2.W, 64),
+        }
+        for name, (weight, inputs) in linears.items():
+            wanted = 0.02 if gain is None else gain / inputs**0.5
+            assert weight.std().item() == pytest.approx(wanted, rel=0.1), name
+
+
 def test_the_horizon_is_the_processors():
     assert small_groot(chunk_size=6, n_action_steps=3)._groot_model.action_horizon == 6
     assert small_groot(chunk_size=50)._groot_model.action_horizon == 16
@@ -161,6 +176,7 @@ def test_the_shipped_small_size_is_valid_and_small():
         ({**SMALL_ARCHITECTURE, "vision": 3}, "mapping"),
         ({**SMALL_ARCHITECTURE, "dropout": 1.0}, "from 0 to below 1; got 1.0"),
         ({**SMALL_ARCHITECTURE, "expert_gate": 1.0}, "unknown: expert_gate"),
+        ({**SMALL_ARCHITECTURE, "linear_gain": 0}, "a number above 0, or null .* got 0"),
     ],
 )
 def test_sizes_that_upstream_cannot_compute_with_are_refused(architecture, message):

@@ -40,6 +40,7 @@ FIELDS = {
     ),
 }
 DROPOUT = "dropout"  # of both transformers of the action head, while training
+GAIN = "linear_gain"  # optional: linear layers start with this / sqrt(inputs) as their standard deviation
 MAX_ACTION_HORIZON = 16  # lerobot/policies/groot/processor_groot.py and configuration_groot.py have it as a literal
 MAX_EMBODIMENT_ID = 31  # "new_embodiment" in lerobot/policies/groot/processor_groot.py
 
@@ -92,10 +93,13 @@ def validate_architecture(architecture: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a part or field that is missing or unknown, a size below 1, or parts that do not fit together.
     """
-    _require_names("architecture", architecture, (*FIELDS, DROPOUT))
-    dropout = architecture[DROPOUT]
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+    required = {name: value for name, value in architecture.items() if name != GAIN}
+    _require_names("architecture", required, (*FIELDS, DROPOUT))
+    dropout, gain = architecture[DROPOUT], architecture.get(GAIN)
+    if not _is_number(dropout) or not 0 <= dropout < 1:
         raise ValueError(f"architecture.{DROPOUT} is a number from 0 to below 1; got {dropout!r}.")
+    if gain is not None and (not _is_number(gain) or gain <= 0):
+        raise ValueError(f"architecture.{GAIN} is a number above 0, or null for upstream's 0.02; got {gain!r}.")
     for part, fields in FIELDS.items():
         _require_names(f"architecture.{part}", architecture[part], fields)
         for field in fields:
@@ -103,6 +107,10 @@ def validate_architecture(architecture: Mapping[str, Any]) -> None:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"architecture.{part}.{field} is a whole number, 1 at least; got {size!r}.")
     _require_fitting_parts(*(architecture[part] for part in FIELDS))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require_fitting_parts(
