@@ -178,6 +178,12 @@ def test_waiting_for_data_and_divergence_are_warned_of(tmp_path):
     assert "diverged has diverged" in warnings
 
 
+def test_a_mixture_is_named_by_its_members(tmp_path):
+    config = {"policy": {"type": "pi05"}, "dataset": {"members": {"arm": {}, "hands": {}}}}
+    runs = [read_run(write_run(tmp_path / name, name, config=config)) for name in ("upstream", "embodix")]
+    assert "trained on a mixture of arm and hands, in" in what_was_run(compare_runs(runs))
+
+
 @pytest.mark.parametrize(("num_workers", "warned"), [(0, False), (2, True)])
 def test_work_moved_into_other_processes_is_warned_of(tmp_path, num_workers, warned):
     runs = []

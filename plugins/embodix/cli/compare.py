@@ -45,8 +45,10 @@ def _evaluate(session: Any, cfg: DictConfig) -> None:
     from embodix.evaluation.trained_run import EpisodePlan, evaluate_trained_run
 
     plan = EpisodePlan(cfg.eval.n_episodes, min(cfg.eval.batch_size, cfg.eval.n_episodes), cfg.compare.first_eval_seed)
-    root = Path(session.host_cfg.dataset.root) if cfg.compare.controls else None
-    results = evaluate_trained_run(session.output_dir, session.policy, session.host_cfg.env, plan, root)
+    dataset = session.host_cfg.dataset
+    root = Path(dataset.root) if cfg.compare.controls and dataset.root else None
+    member = session.data.choices.mixture.evaluate_as if session.data.choices.mixture else None
+    results = evaluate_trained_run(session.output_dir, session.policy, session.host_cfg.env, plan, root, member)
     for evaluation in results.values():
         low, high = evaluation.interval
         print(
@@ -59,7 +61,7 @@ def _bounds(variants: list[Variant]) -> dict[str, SpeedBound]:
     """The analytic bound of each variant, where the policy's cost is modelled."""
     from embodix.policies.pi05.cost_plan import speed_bounds
 
-    if any(variant.cfg.policy.type != "pi05" for variant in variants):
+    if any(variant.cfg.policy.type != "pi05" or "members" in variant.cfg.dataset for variant in variants):
         return {}
     configs: dict[str, Any] = {v.name: OmegaConf.to_container(v.cfg, resolve=True) for v in variants}
     return speed_bounds(configs, variants[0].name)

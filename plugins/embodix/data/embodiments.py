@@ -38,8 +38,10 @@ def save_embodiments(
                 (folder / name).symlink_to(Path("..") / ".." / name)
 
 
-def load_embodiment(model_dir: Path, name: str) -> ProcessorPair:
+def load_embodiment(model_dir: Path, name: str) -> tuple[Any, MemberPostprocessor]:
     """The processors of one member of a mixture, from a checkpoint's ``pretrained_model`` folder.
+
+    They serve the policy of the whole mixture, whose actions are as wide as the widest member's, and the member's own.
 
     Raises:
         ValueError: no such member; the message lists those of the checkpoint.
@@ -47,7 +49,10 @@ def load_embodiment(model_dir: Path, name: str) -> ProcessorPair:
     from lerobot.policies.factory import make_pre_post_processors
 
     folder = embodiment_folder(model_dir, name)
-    return make_pre_post_processors(PreTrainedConfig.from_pretrained(folder), pretrained_path=str(folder))
+    config = PreTrainedConfig.from_pretrained(folder)
+    preprocessor, postprocessor = make_pre_post_processors(config, pretrained_path=str(folder))
+    assert config.output_features is not None
+    return preprocessor, MemberPostprocessor(postprocessor, config.output_features["action"].shape[0])
 
 
 def embodiment_folder(model_dir: Path, name: str) -> Path:

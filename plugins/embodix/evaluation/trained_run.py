@@ -11,6 +11,7 @@ from typing import Any
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.utils.constants import CHECKPOINTS_DIR, LAST_CHECKPOINT_LINK, PRETRAINED_MODEL_DIR
 
+from embodix.data.embodiments import load_embodiment
 from embodix.evaluation.controls import blind_control
 from embodix.evaluation.metaworld import EmbodixMetaworldConfig
 from embodix.evaluation.rollout import Evaluation, blank_image_control, evaluate_policy
@@ -33,12 +34,14 @@ def evaluate_trained_run(
     env: EmbodixMetaworldConfig,
     plan: EpisodePlan,
     dataset_root: Path | None,
+    member: str | None = None,
 ) -> dict[str, Evaluation]:
     """Evaluate a policy still in memory with the processors of its last checkpoint.
 
     Args:
         run_dir: run folder with at least one checkpoint; ``evaluation.json`` is written there.
         dataset_root: the recording whose mean demonstration is the blind control; None leaves both controls out.
+        member: the embodiment of a mixture whose processors are used; None for those of the checkpoint's top level.
 
     Returns:
         ``policy`` and, with controls, ``blind`` and ``blank_image``.
@@ -51,7 +54,10 @@ def evaluate_trained_run(
     checkpoint = run_dir / CHECKPOINTS_DIR / LAST_CHECKPOINT_LINK / PRETRAINED_MODEL_DIR
     if not checkpoint.is_dir():
         raise ValueError(f"{run_dir} has no checkpoint to take the processors from; train with save_checkpoint=true.")
-    preprocessor, postprocessor = make_pre_post_processors(policy.config, pretrained_path=str(checkpoint))
+    if member is None:
+        preprocessor, postprocessor = make_pre_post_processors(policy.config, pretrained_path=str(checkpoint))
+    else:
+        preprocessor, postprocessor = load_embodiment(checkpoint, member)
     episodes: Any = vars(plan)
     results = {"policy": evaluate_policy(policy, preprocessor, postprocessor, env, **episodes)}
     if dataset_root is not None:

@@ -71,6 +71,11 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     Raises:
         ValueError: no data set there, no task strings, or episodes that it does not have.
     """
+    if "members" in dataset:
+        raise ValueError(
+            "The cost of a run is planned for one dataset; a mixture's depends on how its members meet in a batch. "
+            "Plan each member by itself: dataset=lerobot dataset.root=<folder>."
+        )
     root = dataset_folder(dataset)
     if not (root / "meta" / "info.json").is_file():
         raise ValueError(

@@ -69,6 +69,8 @@ def what_was_run(report: CompareReport) -> str:
     policy, dataset = config.get("policy") or {}, config.get("dataset") or {}
     size = f" with {quantity(base.num_parameters)} parameters" if base.num_parameters else ""
     data = f" on the dataset {dataset['repo_id']}" if dataset.get("repo_id") else ""
+    if dataset.get("members"):
+        data = f" on a mixture of {' and '.join(dataset['members'])}"
     device = ", ".join(provenance.gpu) if str(policy.get("device", "cpu")).startswith("cuda") else provenance.cpu
     threads = f", {count(provenance.num_threads, 'thread')}" if provenance.num_threads else ""
     return (
