@@ -14,8 +14,10 @@ from embodix.doctor import diagnose as diagnose_module
 from embodix.doctor import machine
 from embodix.doctor.findings import find_implementations, find_patches, find_versions
 from embodix.doctor.machine import AttentionTarget, MachineFinding, rendering_problem
+from embodix.doctor.needs import attention_target
 from embodix.patching import patch_names
 from embodix.plugins import PluginError, PluginRegistry, load_plugins, registry
+from embodix.schema.compose import compose
 
 HEALTHY_MACHINE = MachineFinding(
     python="3.12", system="Linux", cpu="a CPU", num_cores=2, memory_gib=8.0, rendering={"egl": None, "osmesa": "absent"}
@@ -81,6 +83,20 @@ def test_a_host_out_of_range_says_wanted_found_and_what_to_do(a_machine, capsys,
 def test_a_patch_that_does_not_exist_is_named(a_machine, capsys):
     (need,) = _needs(capsys, "policy=pi05_small", "+patches.mend_everything={}")
     assert "No patch is called 'mend_everything'" in need
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["policy=pi05"], ("float32", 256)),
+        (["policy=pi05_small", "policy.dtype=bfloat16"], ("bfloat16", 16)),
+        (["policy=groot_n15"], ("bfloat16", 128)),
+        (["policy=groot_n15_small"], ("float32", 16)),
+    ],
+)
+def test_attention_is_tried_in_the_policys_dtype_and_head_size(overrides, wanted):
+    target = attention_target(compose("train", overrides))
+    assert (target.dtype, target.head_dim) == wanted
 
 
 def test_groot_says_what_it_imports(a_machine, capsys, monkeypatch):

@@ -19,6 +19,8 @@ from embodix.plugins import PluginError, PluginRegistry
 # The choices that leave upstream's own computation in place, so that no policy wrapper is needed.
 UPSTREAM_CHOICES = {"packing": "none", "attention": "upstream", "vision_tokens": "upstream", "action_pad": "host"}
 
+REAL_HEAD_DIMS = {"pi05": 256, "groot": 128}  # of the language model at the real size
+
 
 def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis) -> list[str]:
     """Every fault of this installation that stops a run of ``config``."""
@@ -31,8 +33,11 @@ def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnos
 
 def attention_target(config: DictConfig) -> AttentionTarget:
     """Device, dtype and head size that the config's policy runs attention with."""
-    head_dim = OmegaConf.select(config, "architecture.language.head_dim") or AttentionTarget.head_dim
-    return AttentionTarget(_device(config), str(_select(config, "policy.dtype") or "float32"), int(head_dim))
+    policy_type = str(_select(config, "policy.type"))
+    head_dim = OmegaConf.select(config, "architecture.language.head_dim") or REAL_HEAD_DIMS.get(policy_type)
+    # π0.5 says what it computes in by `dtype`, GR00T-N1.5 by `use_bf16`.
+    dtype = "bfloat16" if _select(config, "policy.use_bf16") else str(_select(config, "policy.dtype") or "float32")
+    return AttentionTarget(_device(config), dtype, int(head_dim or AttentionTarget.head_dim))
 
 
 def _versions(versions: list[VersionFinding]) -> Iterator[str]:
