@@ -13,7 +13,8 @@ from embodix.patching import Patch, replace_attribute
 PATCH = Patch(
     name="lerobot_groot_runs",
     target="lerobot.policies.groot: groot_n1.GR00TN15.__init__, groot_n1.GR00TN15.from_pretrained, "
-    "groot_n1.AutoConfig, groot_n1.AutoModel, modeling_groot.GrootPolicy._create_groot_model, "
+    "groot_n1.EagleBackbone.__init__, groot_n1.AutoConfig, groot_n1.AutoModel, "
+    "modeling_groot.GrootPolicy._create_groot_model, "
     "action_head.flow_matching_action_head.Beta, eagle2_hg_model.modeling_eagle2_5_vl.SiglipVisionModel, "
     "eagle2_hg_model.modeling_eagle2_5_vl.Eagle25VLPreTrainedModel._init_weights, processor_groot.AutoProcessor, "
     "processor_groot.GrootEagleEncodeStep.get_config, processor_groot.GrootEagleCollateStep.get_config",
@@ -25,7 +26,8 @@ PATCH = Patch(
     },
     symptom="a base model can't be loaded (Beta() on the meta device, no post_init), images can't be processed ('list' "
     "has no 'shape'), SigLIP demands flash-attn; loading draws the connector mlp1 anew and makes "
-    "float32 training parameters bfloat16; a checkpoint forgets which tokenizer assets it was trained with.",
+    "float32 training parameters bfloat16; a checkpoint forgets which tokenizer assets it was trained with, and the "
+    "backbone never asks for the policy's.",
     upstream="https://github.com/huggingface/lerobot/pull/3182 repairs the first three after 0.5.1",
     why_safe="the same modules and formulas run; only where tensors are made, which attention kernel computes them, "
     "and which copy of upstream's own Eagle files is imported changes",
@@ -48,6 +50,7 @@ def apply() -> Callable[[], None]:
         replace_attribute(groot_n1.GR00TN15, "__init__", _with_post_init(groot_n1.GR00TN15.__init__)),
         replace_attribute(groot_n1.GR00TN15, "from_pretrained", _in_float32(groot_n1.GR00TN15)),
         replace_attribute(GrootPolicy, "_create_groot_model", _naming_the_policy(GrootPolicy._create_groot_model)),
+        replace_attribute(groot_n1.EagleBackbone, "__init__", _with_policy_assets(groot_n1.EagleBackbone.__init__)),
         replace_attribute(groot_n1, "AutoConfig", _VendoredConfig),
         replace_attribute(groot_n1, "AutoModel", _VendoredModel),
         replace_attribute(eagle, "SiglipVisionModel", _siglip_without_flash_attention(eagle.SiglipVisionModel)),
@@ -84,6 +87,19 @@ def _with_post_init(init: Callable[..., None]) -> Callable[..., None]:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.post_init()
+
+    return initialise
+
+
+def _with_policy_assets(init: Callable[..., None]) -> Callable[..., None]:
+    """Upstream's backbone takes the assets that the base model names, else the hub's, whatever the policy names."""
+    from lerobot.policies.groot.groot_n1 import DEFAULT_TOKENIZER_ASSETS_REPO
+
+    def initialise(self: Any, **backbone_config: Any) -> None:
+        config = _policy_config.get()
+        if config is not None and config.tokenizer_assets_repo != DEFAULT_TOKENIZER_ASSETS_REPO:
+            backbone_config["tokenizer_assets_repo"] = config.tokenizer_assets_repo
+        init(self, **backbone_config)
 
     return initialise
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.policies.groot.modeling_groot import GrootPolicy
+from safetensors.torch import load_file
 
 from embodix.patching import patched
 from embodix.report.steps import read_steps
@@ -92,6 +93,26 @@ def test_assets_of_another_dataset_are_refused(interrupted: Path) -> None:
     config.write_text(config.read_text().replace("/groot_n15/", "/elsewhere/0"))
     with pytest.raises(ValueError, match=r"is not there, and the assets of this dataset and architecture are others"):
         train_here([f"resume={interrupted}"])
+
+
+@pytest.mark.parametrize("plugin", ["none", "embodix"])
+def test_a_base_model_on_disk_is_fine_tuned(demonstrations: Path, run: Path, tmp_path: Path, plugin: str) -> None:
+    """The real size's own way, with everything at upstream's defaults (bfloat16 compute, frozen backbone) but paths."""
+    assets = Path(_config(run)["tokenizer_assets_repo"])
+    sizes = ["policy.chunk_size=6", "policy.n_action_steps=3", "policy.max_state_dim=8", "policy.max_action_dim=8"]
+    places = [f"policy.base_model_path={assets}/base_model", f"policy.tokenizer_assets_repo={assets}"]
+    steps = ["train.steps=2", "train.batch_size=3", "train.num_workers=0", "train.eval_freq=0", "policy.device=cpu"]
+    folder = f"train.output_dir={tmp_path}/run"
+    overrides = ["policy=groot_n15", f"dataset.root={demonstrations}", *sizes, *places, *steps, folder]
+    result = train_here([*overrides, f"+plugin={plugin}"])
+    assert len(result.records) == 2
+    assert all(record.grad_norm > 0 for record in result.records)
+    base = load_file(assets / "base_model" / "model.safetensors")
+    trained = load_file(result.output_dir / "checkpoints/last/pretrained_model/model.safetensors")
+    moved = {name for name, tensor in base.items() if not torch.equal(trained[f"_groot_model.{name}"], tensor)}
+    assert moved
+    assert all(name.startswith("action_head.") for name in moved), "the backbone is frozen and is the file's"
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
 
 
 def test_language_upstream_trains_the_first_samples_instruction(demonstrations: Path, tmp_path: Path) -> None:

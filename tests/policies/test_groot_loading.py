@@ -68,6 +68,15 @@ def test_a_bfloat16_file_gives_float32_parameters(base):
     assert all(torch.equal(stored[name].float(), loaded[name]) for name in stored)
 
 
+def test_the_policys_assets_are_the_backbones(base):
+    """The public base model names no folder; upstream's backbone would ask the hub for its default."""
+    config = json.loads((base / "config.json").read_text())
+    del config["backbone_cfg"]["tokenizer_assets_repo"]
+    (base / "config.json").write_text(json.dumps(config))
+    policy = load_base(base, STRICT)
+    assert policy._groot_model.backbone.eagle_model.config.text_config.vocab_size == 400
+
+
 def test_a_model_in_shards_is_checked_too(base):
     tensors = load_file(base / "model.safetensors")
     names = sorted(tensors)
