@@ -58,6 +58,8 @@ class PairSummary:
         step_ratio: baseline time / variant time a sample, whole step.
         compute_ratio: the same for forward and backward alone, which the FLOP bound speaks of.
         samples_ratio: samples a second of the variant over the baseline's, by the same clock.
+        same_samples: whether the steps of both hold the same samples. A packer that composes batches makes its own
+            steps: losses are then not comparable step by step, and ratios are of the time a sample.
         first_loss_difference: relative, at the first common step, where the weights are still the same.
         largest_loss_difference: relative, over all common steps; ``largest_at_step`` says where.
         reference: the differences from the reference where upstream's own batch is not it, or None.
@@ -74,6 +76,7 @@ class PairSummary:
     step_ratio: Spread | None
     compute_ratio: Spread | None
     samples_ratio: float
+    same_samples: bool
     first_loss_difference: float
     largest_loss_difference: float
     largest_at_step: int
@@ -234,6 +237,7 @@ def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None)
     tolerance = SAME_FUNCTION[_precision(run)]
     reference = ReferenceDifference.from_manifest(run.manifest.reference_check)
     counted = base.manifest.flops_per_step, run.manifest.flops_per_step
+    same_samples = composed_as(base) == composed_as(run)
     speeds = [_samples_per_second(item, clock, num_warmup) for item in (run, base)]
     return PairSummary(
         name=run.name,
@@ -242,17 +246,23 @@ def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None)
         step_ratio=spread_of(whole) if whole else None,
         compute_ratio=spread_of(compute) if compute else None,
         samples_ratio=divide(*speeds),
+        same_samples=same_samples,
         first_loss_difference=differences[0][0],
         largest_loss_difference=largest,
         largest_at_step=largest_at,
         reference=reference,
-        same_function=(differences[0][0] if reference is None else reference.variant) <= tolerance,
+        same_function=same_samples and (differences[0][0] if reference is None else reference.variant) <= tolerance,
         tolerance=tolerance,
         algorithm_changes=_algorithm_changes(base, run),
         flop_ratio=counted[0] / counted[1] if counted[0] and counted[1] else None,
         bound=bound,
         success=pair_success(base.evaluation, run.evaluation) if base.evaluation and run.evaluation else None,
     )
+
+
+def composed_as(run: Run) -> dict[str, Any] | None:
+    """The packing of a run whose packer composed its batches; None where upstream's sampler or an order did."""
+    return dict(run.manifest.config.get("packing") or {}) if "composition" in run.manifest.settings else None
 
 
 def _algorithm_changes(base: Run, run: Run) -> list[str]:
@@ -294,7 +304,12 @@ def _warnings(variants: Sequence[VariantSummary], pairs: Sequence[PairSummary]) 
     ]
     found += [f"{variant.name}: {fallback}" for variant in variants for fallback in variant.fallbacks]
     for pair in pairs:
-        if not pair.same_function:
+        if not pair.same_samples:
+            found.append(
+                f"The steps of {pair.name} hold other samples than the baseline's: its packer composes the batches. "
+                "Losses are not comparable step by step; speed is compared a sample."
+            )
+        elif not pair.same_function:
             cause = "; ".join(pair.algorithm_changes) or "no setting that changes the algorithm explains it"
             found.append(
                 f"{pair.name} does not compute the baseline's loss: it differs by {pair.first_loss_difference:.2g} at "

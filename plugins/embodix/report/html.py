@@ -75,6 +75,7 @@ def _summary_row(report: CompareReport, variant: VariantSummary) -> dict[str, An
         "samples_per_s": variant.samples_per_cpu_s if report.pairs[0].clock.startswith("process") else
         variant.samples_per_wall_s,
         "pair": pair,
+        "loss_difference": wording.loss_difference(pair) if pair else "",
         **wording.variant_row(variant),
     }  # fmt: skip
 

@@ -100,6 +100,7 @@ def loss_differences(report: CompareReport) -> str:
             [(a.step, relative_difference(b.loss, a.loss)) for a, b in common_steps(report.runs[0], run)],
         )
         for index, (pair, run) in enumerate(zip(report.pairs, report.runs[1:], strict=True), start=1)
+        if pair.same_samples
     ]
     positive = [value for _, _, points in series for _, value in points if 0 < value < float("inf")]
     floor = 10 ** (-9) if not positive else min(1e-8, min(positive) / 3)
@@ -161,6 +162,7 @@ def speed_ratios(report: CompareReport) -> str:
     rows = [
         (pair, words, spread)
         for pair in report.pairs
+        if pair.same_samples
         for words, spread in (("whole step", pair.step_ratio), ("forward + backward", pair.compute_ratio))
         if spread is not None
     ]

@@ -29,6 +29,7 @@ class VariantSummary:
     data_wait_share: float
     final_loss: float
     packer: str | None
+    composed: bool
     attention: str | None
     patches: list[str]
     fallbacks: list[str]
@@ -65,6 +66,7 @@ def summarise(run: Run, num_warmup: int | None = None) -> VariantSummary:
         data_wait_share=divide(sum(s.wall_s.get("data_wait", 0.0) for s in measured), wall_total),
         final_loss=statistics.fmean(step.loss for step in run.steps[-max(1, len(run.steps) // 10) :]),
         packer=manifest.packer,
+        composed="composition" in manifest.settings,
         attention=manifest.attention,
         patches=manifest.patches,
         fallbacks=manifest.fallbacks,
@@ -84,7 +86,8 @@ def with_counts_of(baseline: VariantSummary, variants: Sequence[VariantSummary])
     A variant on the same samples knows what upstream computes for them; nothing is filled in where the baseline
     counted, packs, or saw other steps.
     """
-    counted = next((v for v in variants if v.tokens_upstream is not None and v.num_steps == baseline.num_steps), None)
+    same = [v for v in variants if v.num_steps == baseline.num_steps and not v.composed]
+    counted = next((v for v in same if v.tokens_upstream is not None), None)
     if baseline.tokens_computed is not None or baseline.packer not in (None, "none") or counted is None:
         return baseline
     valid, upstream = counted.tokens_valid, counted.tokens_upstream

@@ -63,6 +63,8 @@ def _rows(report: CompareReport) -> list[tuple[str | None, list[str]]]:
             return "baseline"
         if pair.step_ratio is None:
             return "not measured"
+        if not pair.same_samples:
+            return f"{wording.ratio(pair.samples_ratio)} a sample, other samples"
         spread = pair.step_ratio
         return f"{wording.ratio(spread.median)} [{spread.low:.2f}, {spread.high:.2f}]"
 
@@ -94,7 +96,7 @@ def _rows(report: CompareReport) -> list[tuple[str | None, list[str]]]:
         row("final loss", lambda v: f"{v.final_loss:.5g}"),
         row(
             "largest loss difference",
-            lambda v: wording.difference(pairs[v.name].largest_loss_difference) if v.name in pairs else "",
+            lambda v: wording.loss_difference(pairs[v.name]) if v.name in pairs else "",
         ),
     ]
     if any(variant.evaluation for variant in report.variants):

@@ -25,7 +25,8 @@ GLOSSARY = {
     "same function": "Both variants compute the same loss from the same weights and samples, up to rounding. Judged at "
     "the first step; later steps start from weights that rounding has already moved apart.",
     "speed ratio": "Baseline time divided by variant time, taken for every step on the same samples, then summarised "
-    "by its median and its 5-95 % range. Above 1, the variant is faster.",
+    "by its median and its 5-95 % range. Above 1, the variant is faster. A variant that composes its own batches is "
+    "compared by samples a second instead.",
     "process CPU time": "Seconds that the processor worked for this process, on all threads. Other programs on the "
     "machine do not count, so it is the fair clock on a CPU; wall-clock time is what a clock on the wall shows.",
     "bound": "The ratio of floating-point operations, baseline over variant: what leaving out dead tokens and blank "
@@ -83,6 +84,14 @@ def what_was_run(report: CompareReport) -> str:
 
 
 def _function_verdict(pair: PairSummary) -> Verdict:
+    if not pair.same_samples:
+        return Verdict(
+            "Same function",
+            "other samples",
+            f"{pair.name} composes its batches by size, so that its steps hold other samples than the baseline's and "
+            "their losses are not comparable one by one. Each step's loss is the mean over its valid action elements.",
+            False,
+        )
     first, largest = difference(pair.first_loss_difference), difference(pair.largest_loss_difference)
     rounding = f"where up to {pair.tolerance:.0e} is rounding"
     over_steps = (
@@ -109,6 +118,14 @@ def _speed_verdict(report: CompareReport, pair: PairSummary) -> Verdict | None:
     parts = ""
     if pair.compute_ratio is not None:
         parts = f" Forward and backward alone: {ratio(pair.compute_ratio.median)}."
+    if not pair.same_samples:
+        return Verdict(
+            "Speed ratio",
+            ratio(pair.samples_ratio),
+            f"{pair.name} trained {ratio(pair.samples_ratio)} the samples of {report.baseline} in the same "
+            f"{pair.clock}; the steps hold other samples, so that single steps are not paired.",
+            pair.samples_ratio > 1,
+        )
     return Verdict(
         "Speed ratio",
         ratio(spread.median),
@@ -171,6 +188,11 @@ def success_words(success: SuccessRate) -> str:
         f"{success.num_success}/{success.num_episodes} = {percent(success.rate)} "
         f"[{percent(success.low)} to {percent(success.high)}]"
     )
+
+
+def loss_difference(pair: PairSummary) -> str:
+    """The largest relative loss difference, where steps are comparable."""
+    return difference(pair.largest_loss_difference) if pair.same_samples else "other samples"
 
 
 def variant_row(variant: VariantSummary) -> Mapping[str, Any]:
