@@ -31,7 +31,7 @@ def register_attention_backends() -> list[Registration]:
     return [
         Registration("segment_gemm", f"{cpu}:SegmentGemm", "one GEMM pair a segment, grouped heads folded (CPU)"),
         Registration("segment_sdpa", f"{cpu}:SegmentSdpa", "torch SDPA a segment, no mask (any device)"),
-        Registration("segment_auto", f"{cpu}:SegmentAuto", "GEMM for short segments, SDPA for long ones (CPU)"),
+        Registration("segment_auto", f"{cpu}:SegmentAuto", "GEMMs or SDPA, whichever was measured to be faster (CPU)"),
         Registration("flash_attn_2", f"{cuda}:FlashAttention2", "flash_attn_varlen_func of flash-attn 2 (CUDA)"),
         Registration("flash_attn_4", f"{cuda}:FlashAttention4", "flash_attn_varlen_func of flash-attn-4 (CUDA)"),
         Registration("torch_varlen", f"{cuda}:TorchVarlen", "torch.nn.attention.varlen.varlen_attn (CUDA)"),

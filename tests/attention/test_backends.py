@@ -8,14 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.attention import Segments, folded_gemm, segment
+from embodix.attention import Segments, folded_gemm, segment, transposed_gemm
 from embodix.attention.cuda import FlashAttention2, FlashAttention4, Flex, TorchVarlen
 from embodix.attention.reference import reference_attention
-from embodix.attention.segment import SegmentAuto, SegmentGemm, SegmentSdpa
+from embodix.attention.segment import SegmentAuto, SegmentGemm, SegmentSdpa, SegmentTransposed
 from embodix.attention.segments import PaddedRows
 from embodix.testing.errors import relative_error
 
 CPU = [SegmentGemm, SegmentSdpa, SegmentAuto]
+CPU_FP32 = [*CPU, SegmentTransposed]
 CUDA = [FlashAttention2, FlashAttention4, TorchVarlen, Flex]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
@@ -42,7 +43,7 @@ def assert_agrees(backend, inputs, segments, **options):
         assert float((ours.float() - theirs.float()).norm()) <= TOLERANCE[inputs[0].dtype] * scale, name
 
 
-@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("backend", CPU_FP32)
 @pytest.mark.parametrize("causal", [False, True])
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
@@ -71,7 +72,26 @@ def test_blocks_of_scores_do_not_change_the_result(monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kept", [0, 2**24])
+@pytest.mark.parametrize(("block_elements", "block_tokens"), [(40, 64), (2**18, 2), (2**18, 64)])
+def test_transposed_blocks_equal_dense_attention(causal, kept, block_elements, block_tokens, monkeypatch):
+    monkeypatch.setattr(transposed_gemm, "KEPT_ELEMENTS", kept)
+    monkeypatch.setattr(transposed_gemm, "BLOCK_ELEMENTS", block_elements)
+    monkeypatch.setattr(transposed_gemm, "CAUSAL_BLOCK_TOKENS", block_tokens)
+    segments = Segments.from_lengths((13, 6, 4), (13, 9, 2))
+    assert_agrees(SegmentTransposed(), packed(segments, 4, 2, 8), segments, causal=causal)
+
+
+def test_transposed_blocks_without_their_causal_mask_are_noticed(monkeypatch):
+    segments = Segments.from_lengths((13, 6), (13, 9))
+    inputs = packed(segments, 4, 2, 8)
+    monkeypatch.setattr(torch.Tensor, "masked_fill_", lambda self, *_: self)
+    output = SegmentTransposed()(*inputs, segments, causal=True)
+    assert relative_error(output, reference_attention(*inputs, segments, causal=True)) > 0.01
+
+
+@pytest.mark.parametrize("backend", CPU_FP32)
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_that_see_no_key_are_zero_with_finite_gradients(backend, causal):
     segments = Segments.from_lengths((5, 4), (2, 4) if causal else (0, 4))
@@ -83,7 +103,7 @@ def test_rows_that_see_no_key_are_zero_with_finite_gradients(backend, causal):
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("backend", CPU_FP32)
 def test_a_poisoned_neighbour_changes_nothing(backend):
     segments = Segments.from_lengths((4, 5, 3), (6, 5, 3))
     q, k, v = (tensor.detach() for tensor in packed(segments, 8, 1, 8))
@@ -107,23 +127,27 @@ def test_one_segment_instead_of_two_is_noticed():
 @pytest.mark.parametrize(
     ("lengths", "dtype", "heads", "causal", "wanted"),
     [
-        ((5, 7), torch.float32, (8, 1), False, "batch"),
-        ((5, 7), torch.float32, (8, 1), True, "sdpa"),
-        ((70, 70), torch.float32, (8, 1), False, "sdpa"),
-        ((70, 70), torch.bfloat16, (8, 1), False, "batch"),
-        ((900, 900), torch.bfloat16, (8, 1), False, "gemm"),
-        ((5,), torch.bfloat16, (8, 1), False, "gemm"),
-        ((5,), torch.bfloat16, (8, 8), False, "sdpa"),
-        ((256,), torch.bfloat16, (8, 8), False, "gemm"),
+        ((5, 7), torch.float32, (8, 1, 4), False, "batch"),
+        ((5, 7), torch.float32, (8, 1, 4), True, "sdpa"),
+        ((70, 70), torch.float32, (8, 1, 4), False, "sdpa"),
+        ((256,), torch.float32, (8, 8, 8), False, "transposed"),
+        ((256,), torch.float32, (8, 8, 16), False, "sdpa"),
+        ((256,), torch.float32, (8, 8, 16), True, "sdpa"),
+        ((256,), torch.float32, (4, 2, 64), True, "transposed"),
+        ((70, 70), torch.bfloat16, (8, 1, 4), False, "batch"),
+        ((900, 900), torch.bfloat16, (8, 1, 4), False, "gemm"),
+        ((5,), torch.bfloat16, (8, 1, 4), False, "gemm"),
+        ((5,), torch.bfloat16, (8, 8, 4), False, "sdpa"),
+        ((256,), torch.bfloat16, (8, 8, 4), False, "gemm"),
     ],
 )
 def test_the_switch_goes_by_what_was_measured(lengths, dtype, heads, causal, wanted, monkeypatch):
     backend, used = SegmentAuto(), []
-    for name in ("gemm", "sdpa"):
+    for name in ("gemm", "sdpa", "transposed"):
         monkeypatch.setattr(backend, f"_{name}", lambda q, *_, name=name, **__: used.append(name) or q)
     monkeypatch.setattr(segment, "batched_attention", lambda q, *_: used.append("batch") or q)
     segments = Segments.from_lengths(lengths, lengths)
-    backend(*packed(segments, *heads, 4, dtype), segments, causal=causal)
+    backend(*packed(segments, *heads, dtype), segments, causal=causal)
     assert used == [wanted]
 
 

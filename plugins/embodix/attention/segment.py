@@ -14,6 +14,7 @@ from embodix.attention.backend import dtype_problem, require_packed
 from embodix.attention.folded_gemm import FoldedGemmAttention
 from embodix.attention.segment_batch import batched_attention, fits_one_batch
 from embodix.attention.segments import Segments
+from embodix.attention.transposed_gemm import TransposedGemmAttention
 
 
 class SegmentGemm:
@@ -40,6 +41,32 @@ class SegmentGemm:
         scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
         lengths = (segments.lengths_q, segments.lengths_k)
         out_NHD: Tensor = FoldedGemmAttention.apply(q_NHD, k_MGD, v_MGD, lengths, causal, scale)
+        return out_NHD
+
+
+class SegmentTransposed(SegmentGemm):
+    """fp32 GEMMs on transposed rows, causal blocks that meet visible keys only. A part of ``SegmentAuto``."""
+
+    name = "segment_transposed"
+
+    def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        problem = super().probe(device, dtype, head_dim)
+        return problem or (None if dtype == torch.float32 else f"computes in float32 only, got {dtype}")
+
+    def __call__(
+        self,
+        q_NHD: Tensor,
+        k_MGD: Tensor,
+        v_MGD: Tensor,
+        segments: Segments,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        require_packed(q_NHD, k_MGD, v_MGD, segments)
+        scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
+        lengths = (segments.lengths_q, segments.lengths_k)
+        out_NHD: Tensor = TransposedGemmAttention.apply(q_NHD, k_MGD, v_MGD, lengths, causal, scale)
         return out_NHD
 
 
@@ -104,7 +131,7 @@ class SegmentAuto:
     name = "segment_auto"
 
     def __init__(self) -> None:
-        self._gemm, self._sdpa = SegmentGemm(), SegmentSdpa()
+        self._gemm, self._sdpa, self._transposed = SegmentGemm(), SegmentSdpa(), SegmentTransposed()
 
     def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return self._gemm.probe(device, dtype, head_dim) or self._sdpa.probe(device, dtype, head_dim)
@@ -124,8 +151,24 @@ class SegmentAuto:
             scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
             return batched_attention(q_NHD, k_MGD, v_MGD, segments, scale)
         grouped = q_NHD.shape[1] != k_MGD.shape[1]
-        backend = self._gemm if gemm_is_faster(q_NHD.dtype, grouped, segments.max_k) else self._sdpa
+        backend: SegmentGemm | SegmentSdpa = self._sdpa
+        if q_NHD.device.type == "cpu" and transposed_is_faster(q_NHD, segments, causal=causal):
+            backend = self._transposed
+        elif gemm_is_faster(q_NHD.dtype, grouped, segments.max_k):
+            backend = self._gemm
         return backend(q_NHD, k_MGD, v_MGD, segments, causal=causal, scale=scale)
+
+
+# Keys a segment from which transposed GEMMs win in fp32, and the head dimensions where they do, bidirectional and
+# causal: torch's fused kernel is slow with few channels, and computes most of the upper triangle of a causal segment.
+TRANSPOSED_FROM, TRANSPOSED_MAX_HEAD_DIM, TRANSPOSED_MIN_CAUSAL_HEAD_DIM = 256, 8, 32
+
+
+def transposed_is_faster(q_NHD: Tensor, segments: Segments, *, causal: bool) -> bool:
+    """Transposed GEMMs against SDPA on a CPU, as measured."""
+    head_dim = q_NHD.shape[-1]
+    fits = head_dim >= TRANSPOSED_MIN_CAUSAL_HEAD_DIM if causal else head_dim <= TRANSPOSED_MAX_HEAD_DIM
+    return q_NHD.dtype == torch.float32 and fits and min(segments.max_q, segments.max_k) >= TRANSPOSED_FROM
 
 
 # Keys a segment from which bf16 GEMMs win although no heads are folded; benchmarks/attention_segment_length.py.
