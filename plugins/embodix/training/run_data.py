@@ -85,6 +85,7 @@ class RunData:
     Attributes:
         choices: what the config asks for.
         dataset: what the loop reads, once it is built.
+        announces: print a mixture's table when the run starts.
         collate: the loader's collate function, once the processors are built; None for upstream's.
         sampler: the loader's sampler, once it is adapted; None for upstream's.
     """
@@ -92,6 +93,7 @@ class RunData:
     def __init__(self, choices: DataChoices) -> None:
         self.choices = choices
         self.dataset: Any = None
+        self.announces = True
         self.collate: PreprocessingCollate | None = None
         self.sampler: OrderSampler | None = None
         self._call: ProcessorCall | None = None
@@ -186,7 +188,7 @@ class RunData:
 
     def announce(self, baseline: bool) -> None:
         """Print a mixture: shares, sizes and which camera fills which slot; say what its baseline computes."""
-        if not isinstance(self.dataset, MixtureDataset):
+        if not self.announces or not isinstance(self.dataset, MixtureDataset):
             return
         from rich.console import Console
 

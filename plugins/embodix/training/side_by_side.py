@@ -97,6 +97,8 @@ def train_side_by_side(variants: list[Variant]) -> list[TrainingSession]:
     """
     with _progress(variants) as on_step:
         sessions = [_session(variant, on_step(variant.name)) for variant in variants]
+        for session in sessions[1:]:
+            session.data.announces = False  # one table of the data that all share
         loops = [_loop(session) for session in sessions]
         with ExitStack() as stack:  # several loops share one terminal: one display, and logs to Hydra's file only
             stack.callback(replace_attribute(lerobot_train, "tqdm", _QuietProgress))
