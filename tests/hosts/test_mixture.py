@@ -22,13 +22,17 @@ from lerobot.policies.factory import make_pre_post_processors
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch.utils.data import default_collate
 
+from embodix.attention.segment import SegmentAuto
 from embodix.data.embodiments import embodiment_folder, load_embodiment
 from embodix.data.tokenizer import offline_tokenizer
+from embodix.packing.packers import PaddingFreePacker
 from embodix.patching import patched
+from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
+from embodix.policies.settings import FastPathSettings
 from embodix.report.steps import read_steps
 from embodix.schema.compose import compose
 from embodix.testing.host_runs import small_groot_run, small_run, train_here
-from embodix.training.session import current_session
+from embodix.training.session import TrainingSession, current_session
 
 Weights = dict[str, torch.Tensor]
 MEMBERS = (
@@ -148,13 +152,53 @@ def test_groot_trains_on_a_mixture(mixture_run: Callable[..., list[str]], tmp_pa
     assert losses["embodix"] == pytest.approx(losses["none"], rel=1e-6)
 
 
-def test_groots_batches_are_each_members_own(
-    mixture_run: Callable[..., list[str]], tmp_path: Path, arm_dataset: Path, hands_dataset: Path
-) -> None:
-    """Every row of a mixed batch is that of upstream's preprocessor on the member alone, but for padding."""
+@pytest.fixture
+def groot_session(mixture_run: Callable[..., list[str]], tmp_path: Path) -> TrainingSession:
+    """A finished run, with its policy, data set and collate function."""
     options = ("train.save_checkpoint=false", "train.steps=1", f"train.output_dir={tmp_path}/run", "+plugin=embodix")
     train_here(mixture_run(*options, policy=small_groot_run))
-    session = current_session()
+    return current_session()
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_loss_of_groot_depends_on_no_neighbour(groot_session: TrainingSession, kept: int) -> None:
+    """Neighbours of either member change nothing, nor do images and actions that are not numbers."""
+    policy, data = groot_session.policy.train(), groot_session.data
+    settings = FastPathSettings(PaddingFreePacker(), SegmentAuto())
+    patches = {"lerobot_groot_runs": {}, "lerobot_groot_samples": {"language": "per_sample"}}
+    installation = GrootN15Wrapper().install(policy, settings)
+
+    def losses(batch: dict[str, Any]) -> torch.Tensor:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return policy(batch, reduction="none")[0]
+
+    with patched(patches):
+        rows = [(3, 30, 25), (3, 30, 9)] if kept == 1 else [(3, 30, 25), (3, 9, 12), (3, 28, 29)]
+        batches = [data.collate([data.dataset[index] for index in indices]) for indices in rows]
+    found = [losses(batch) for batch in batches]
+    assert all(torch.equal(loss[kept], found[0][kept]) for loss in found)
+    assert not torch.equal(found[0][2], found[1][2])
+    poisoned = dict(batches[0])
+    for key in ("action", "state"):
+        poisoned[key] = poisoned[key].clone()
+        poisoned[key][[row for row in range(3) if row != kept]] = float("nan")
+    images = poisoned["eagle_pixel_values"] = poisoned["eagle_pixel_values"].clone()
+    images[2:] = float("nan")
+    if kept == 1:
+        images[:] = float("nan")
+        images[2:5] = batches[0]["eagle_pixel_values"][2:5]
+    changed = losses(poisoned)
+    installation.uninstall()
+    assert torch.equal(changed[kept], found[0][kept])
+    assert torch.isnan(changed[[row for row in range(3) if row != kept]]).all()
+
+
+def test_groots_batches_are_each_members_own(
+    groot_session: TrainingSession, arm_dataset: Path, hands_dataset: Path
+) -> None:
+    """Every row of a mixed batch is that of upstream's preprocessor on the member alone, but for padding."""
+    session = groot_session
     dataset, policy_cfg = session.data.dataset, session.host_cfg.policy
     rows = (30, 3, 5, 25)
     with patched({"lerobot_groot_runs": {}, "lerobot_groot_samples": {"language": "per_sample"}}):

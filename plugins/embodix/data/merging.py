@@ -91,6 +91,8 @@ class EagleMerger:
     def __call__(self, parts: Sequence[EmbodimentPart]) -> PreprocessedBatch:
         batch = PreprocessedBatch()
         for key in common_keys(parts):
+            if key == CAMERA_PAD_KEY:  # columns of one embodiment; absent cameras have no tokens here
+                continue
             values = [part.batch[key] for part in parts]
             if key in ("eagle_pixel_values", "eagle_image_sizes"):
                 batch[key] = images_in_order(values, parts)
