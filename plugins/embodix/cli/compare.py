@@ -12,6 +12,7 @@ from embodix.cli.hydra_app import run_hydra_app
 
 if TYPE_CHECKING:
     from embodix.report.compare import SpeedBound
+    from embodix.training.session import TrainingSession
     from embodix.training.side_by_side import Variant
 
 
@@ -36,7 +37,7 @@ def compare_task(cfg: DictConfig) -> None:
     if cfg.compare.measure_memory:
         for name, memory in measure_memory(variants).items():
             _amend_manifest(output_dir / "variants" / name / "manifest.json", memory)
-    report = write_comparison(output_dir, baseline=variants[0].name, bounds=_bounds(variants))
+    report = write_comparison(output_dir, baseline=variants[0].name, bounds=_bounds(variants, sessions))
     print_comparison(report)
     print(f"Report: {output_dir / 'report.html'}")
 
@@ -57,13 +58,17 @@ def _evaluate(session: Any, cfg: DictConfig) -> None:
         )
 
 
-def _bounds(variants: list[Variant]) -> dict[str, SpeedBound]:
+def _bounds(variants: list[Variant], sessions: list[TrainingSession]) -> dict[str, SpeedBound]:
     """The analytic bound of each variant, where the policy's cost is modelled."""
+    from embodix.policies.groot_n15 import cost
     from embodix.policies.pi05.cost_plan import speed_bounds
 
-    if any(variant.cfg.policy.type != "pi05" or "members" in variant.cfg.dataset for variant in variants):
-        return {}
+    policy_type = variants[0].cfg.policy.type
     configs: dict[str, Any] = {v.name: OmegaConf.to_container(v.cfg, resolve=True) for v in variants}
+    if policy_type == "groot":
+        return cost.speed_bounds(configs, {s.name: s.records for s in sessions}, variants[0].name)
+    if policy_type != "pi05" or any("members" in variant.cfg.dataset for variant in variants):
+        return {}
     return speed_bounds(configs, variants[0].name)
 
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens and floating-point operations of π0.5, per variant, before anything is run.
 
-Counts are matrix products only (a multiply-add is two operations), which is what torch's counter sees and all that
-matters for a bound. A step's backward pass multiplies twice for each forward product: once for the gradient of the
-input, once for that of the weight; whatever is frozen, or has nothing trainable before it, saves its share.
+Counts are matrix products only, which is what torch's counter sees and all that matters for a bound.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from embodix.policies.matrix_products import Flops, attention_products, linear
 from embodix.policies.pi05.cost_sizes import Pi05Sizes, layer_linears, sizes_of
 
 
@@ -75,24 +74,6 @@ class TokenShares:
     def waste(self) -> float:
         """Share of upstream's tokens that carry no input."""
         return 1 - self.valid / self.upstream
-
-
-@dataclass(frozen=True)
-class Flops:
-    """Operations of one sample's forward and backward pass."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(self.forward + other.forward, self.backward + other.backward)
-
-    def times(self, factor: float) -> Flops:
-        return Flops(factor * self.forward, factor * self.backward)
 
 
 @dataclass(frozen=True)
@@ -186,24 +167,18 @@ def real_sizes(policy: Mapping[str, Any]) -> Pi05Sizes:
     return sizes_of({name: policy[name] for name in kept if name in policy})
 
 
-def _linear(weights: int, rows: float, *, input_gradient: bool = True, weight_gradient: bool = True) -> Flops:
-    product = 2.0 * weights * rows
-    return Flops(product, product * (input_gradient + weight_gradient))
-
-
 def _vision(sizes: Pi05Sizes) -> Flops:
     """One image through the tower and the projector."""
     vision, patches = sizes.vision, sizes.patches
     trained = not (sizes.freeze_vision or sizes.expert_only)
     both = {"input_gradient": trained, "weight_gradient": trained}
     layer = vision.width * (4 * vision.width + 2 * vision.mlp_dim)
-    flops = _linear(
+    flops = linear(
         3 * vision.patch_size**2 * vision.width, patches, input_gradient=False, weight_gradient=trained
-    ) + _linear(vision.depth * layer, patches, **both)
-    scores = 4.0 * vision.depth * patches**2 * vision.width
-    flops += Flops(scores, 2 * scores * trained)
+    ) + linear(vision.depth * layer, patches, **both)
+    flops += attention_products(vision.width, vision.depth * patches**2, gradient=trained)
     projector = vision.width * sizes.language.width
-    return flops + _linear(projector, patches, input_gradient=trained, weight_gradient=not sizes.expert_only)
+    return flops + linear(projector, patches, input_gradient=trained, weight_gradient=not sizes.expert_only)
 
 
 def _language(sizes: Pi05Sizes, rows: int, computation: Computation) -> Flops:
@@ -213,11 +188,11 @@ def _language(sizes: Pi05Sizes, rows: int, computation: Computation) -> Flops:
     both = {"input_gradient": trained, "weight_gradient": trained}
     keys_values = 2 * language.width * language.key_width
     queries = language.width * language.query_width
-    flops = _linear((language.depth - 1) * layer_linears(language) + keys_values, rows, **both)
+    flops = linear((language.depth - 1) * layer_linears(language) + keys_values, rows, **both)
     if not computation.is_upstream:
         return flops
     rest = layer_linears(language) - keys_values - queries
-    flops += _linear(queries, rows, **both) + _linear(rest, rows, input_gradient=False, weight_gradient=False)
+    flops += linear(queries, rows, **both) + linear(rest, rows, input_gradient=False, weight_gradient=False)
     if sizes.expert_only:
         # Frozen as it is, the prefix shares one attention with the trained expert, so autograd goes through it.
         flops += Flops(0.0, 2.0 * (language.depth - 1) * layer_linears(language) * rows)
@@ -229,8 +204,7 @@ def _attention(sizes: Pi05Sizes, padded: int, valid: int, computation: Computati
     depth, width, actions = sizes.language.depth, sizes.language.query_width, sizes.chunk_size
     suffix = actions * computation.flow_samples
     if computation.is_upstream:
-        scores = 4.0 * width * depth * (padded + actions) ** 2
-        return Flops(scores, 2 * scores)
+        return attention_products(width, depth * (padded + actions) ** 2)
     if computation.attention == "upstream":
         prefix_pairs, suffix_pairs = padded**2, suffix * (padded + suffix)
     else:
@@ -244,9 +218,9 @@ def _expert(sizes: Pi05Sizes) -> Flops:
     expert, actions = sizes.expert, sizes.chunk_size
     condition = (2 * expert.depth + 1) * 3 * expert.width**2 + expert.width**2
     return (
-        _linear(expert.depth * layer_linears(expert), actions)
-        + _linear(expert.width * sizes.action_dim, actions, input_gradient=False)
-        + _linear(expert.width * sizes.action_dim, actions)
-        + _linear(condition, 1)
-        + _linear(expert.width**2, 1, input_gradient=False)
+        linear(expert.depth * layer_linears(expert), actions)
+        + linear(expert.width * sizes.action_dim, actions, input_gradient=False)
+        + linear(expert.width * sizes.action_dim, actions)
+        + linear(condition, 1)
+        + linear(expert.width**2, 1, input_gradient=False)
     )
