@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.packing.bins import MAX_UNITS, Limits, best_fit, first_fit_decreasing, unfillable_rest, whole_units
+from embodix.packing.bins import (
+    MAX_UNITS,
+    Bins,
+    Limits,
+    best_fit,
+    first_fit_decreasing,
+    level_end,
+    unfillable_rest,
+    whole_units,
+)
 from embodix.packing.cost import CostModel
 from embodix.packing.sizes import SampleSizes
 from embodix.packing.token_budget import TokenBudgetPacker
@@ -120,6 +129,25 @@ def test_a_sample_larger_than_the_budget_is_named(pack):
         pack(np.array([3, 7]), np.array([4.0, 12.0]), np.zeros(2, dtype=int), Limits(10))
     with pytest.raises(ValueError, match="Sample 3 alone has 5 images, more than max_images=4"):
         pack(np.array([3, 7]), np.array([4.0, 2.0]), np.array([5, 1]), Limits(10, max_images=4))
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("num_samples", [13, 100, 3001])
+def test_the_last_bins_of_an_epoch_share_what_is_left(distribution, num_samples):
+    costs, images = distribution(num_samples)
+    bins = best_fit(np.arange(num_samples), costs, images, Limits(8.2 * costs.mean()))
+    loads = bins.sums(costs)
+    assert loads[-1] >= 0.85 * loads[-64:].max()
+
+
+def test_levelling_breaks_no_limit_and_keeps_earlier_bins():
+    costs, images = libero_like(1000)
+    positions = Bins(np.arange(1000), np.append(np.arange(8, 1000, 8), 1000))
+    levelled = level_end(positions, costs, images, Limits(5016))
+    assert np.array_equal(levelled.samples_N[: 8 * (125 - 64)], np.arange(8 * (125 - 64)))
+    assert sorted(levelled.samples_N) == list(range(1000))
+    tight = Limits(float(positions.sums(costs).max()), max_images=15)
+    assert level_end(positions, costs, images, tight) is positions
 
 
 def test_unfillable_rest_is_what_no_combination_reaches():

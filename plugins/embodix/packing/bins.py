@@ -7,6 +7,7 @@ arguments alone. Shape suffixes: N samples in the order of an epoch, K bins, D k
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ from embodix.packing.sizes import FloatArray, IntArray
 
 MAX_UNITS = 2**20  # budgets above it are counted in coarser units, samples rounded up
 TOLERANCES = (1 / 200, 1 / 1000, 1 / 4096, 0.0)  # of the budget; the coarsest keeps nearest to the order
-NUM_TRIED = 4096  # samples that the choice of a tolerance is tried on
+NUM_TRIED = 2048  # samples that the choice of a tolerance is tried on
+NUM_LEVELLED = 64  # bins at the end of an epoch that share what is too little to fill them all
 _UNLIMITED = 2**62
 
 
@@ -120,7 +122,9 @@ def best_fit(
     trials = {t: _fill(costs_N[:NUM_TRIED], images_N[:NUM_TRIED], limits, look_ahead, t)[1] for t in TOLERANCES}
     tolerance = min(trials, key=lambda tried: len(trials[tried]))
     taken, ends = _fill(costs_N, images_N, limits, look_ahead, tolerance)
-    return Bins(samples_N[np.array(taken, dtype=np.int64)], np.array(ends, dtype=np.int64))
+    positions = Bins(np.array(taken, dtype=np.int64), np.array(ends, dtype=np.int64))
+    positions = level_end(positions, costs_N, images_N, limits)
+    return Bins(samples_N[positions.samples_N], positions.ends_K)
 
 
 def _fill(
@@ -216,6 +220,35 @@ class _BinFiller:
         return position
 
 
+def level_end(positions: Bins, costs_N: FloatArray, images_N: IntArray, limits: Limits) -> Bins:
+    """The same bins, with the samples of the last ``NUM_LEVELLED`` dealt out evenly among them.
+
+    Otherwise the last bin of an epoch holds what is left over, and the rank that gets it waits for the others. Nothing
+    changes where an even bin would break a limit.
+    """
+    first = max(0, len(positions) - NUM_LEVELLED)
+    start = int(positions.ends_K[first - 1]) if first else 0
+    last = positions.samples_N[start:]
+    heap = [(0.0, index) for index in range(len(positions) - first)]
+    members: list[list[int]] = [[] for _ in heap]
+    for position in last[np.argsort(-costs_N[last], kind="stable")].tolist():
+        load, index = heapq.heappop(heap)
+        members[index].append(position)
+        heapq.heappush(heap, (load + float(costs_N[position]), index))
+    dealt = sorted((sorted(bin_) for bin_ in members), key=lambda bin_: bin_[0])
+    counts = np.array([len(bin_) for bin_ in dealt], dtype=np.int64)
+    samples_N = np.concatenate([positions.samples_N[:start], *map(np.asarray, dealt)])
+    levelled = Bins(samples_N, np.concatenate([positions.ends_K[:first], start + np.cumsum(counts)]))
+    return levelled if _within(levelled, costs_N, images_N, limits) else positions
+
+
+def _within(bins: Bins, costs_N: FloatArray, images_N: IntArray, limits: Limits) -> bool:
+    """Whether every bin keeps every limit."""
+    most_samples, most_images = limits.max_samples or _UNLIMITED, limits.max_images or _UNLIMITED
+    kept = bins.sums(costs_N).max() <= limits.budget and bins.num_samples.max() <= most_samples
+    return bool(kept and bins.sums(images_N.astype(np.float64)).max() <= most_images)
+
+
 def unfillable_rest(costs_D: IntArray, budget: int) -> IntArray:
     """``[budget + 1]``: how much of each amount stays empty at least, whatever combination of the costs fills it.
 
@@ -235,7 +268,7 @@ def unfillable_rest(costs_D: IntArray, budget: int) -> IntArray:
 
 
 def first_fit_decreasing(
-    samples_N: IntArray, costs_N: FloatArray, images_N: IntArray, limits: Limits, look_ahead: int = 256
+    samples_N: IntArray, costs_N: FloatArray, images_N: IntArray, limits: Limits, look_ahead: int = 4096
 ) -> Bins:
     """Pack ``look_ahead`` samples at a time, largest first, each into the first bin that holds it.
 

@@ -30,7 +30,7 @@ class TokenBudgetPacker:
             mean cost of a sample, or up to 2 % more where the epoch's first samples fill that better.
         algorithm: ``best_fit`` fills bins in the order of the samples and mixes all sizes in each; with
             ``first_fit_decreasing`` the large samples of a window share bins.
-        look_ahead: samples that may be passed over.
+        look_ahead: samples that may be passed over; None for 256 (``best_fit``) or 4096.
         bins_per_step: micro-batches of a step on each rank.
         max_samples, max_images: further limits of a bin; None for none.
         cost: ``tokens``; coefficients (``tokens``, ``tokens_squared``, ``images``), scaled so that a mean sample costs
@@ -48,7 +48,7 @@ class TokenBudgetPacker:
         self,
         budget: float | None = None,
         algorithm: Literal["best_fit", "first_fit_decreasing"] = "best_fit",
-        look_ahead: int = 256,
+        look_ahead: int | None = None,
         bins_per_step: int = 1,
         max_samples: int | None = None,
         max_images: int | None = None,
@@ -57,14 +57,14 @@ class TokenBudgetPacker:
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise ValueError(f"packing.options.algorithm is one of {', '.join(ALGORITHMS)}; got {algorithm!r}.")
-        if look_ahead < 1 or fit_steps < 1:
+        if (look_ahead is not None and look_ahead < 1) or fit_steps < 1:
             raise ValueError(f"look_ahead and fit_steps are 1 or more; got {look_ahead} and {fit_steps}.")
         Limits(1 if budget is None else budget, max_samples, max_images)
         self.budget = budget
         self.bins_per_step = require_bins_per_step(bins_per_step)
         self.cost_model, self.fit_steps = _cost_model(cost), fit_steps if cost == FIT else None
         self._pack = ALGORITHMS[algorithm]
-        self._look_ahead = look_ahead
+        self._options = {} if look_ahead is None else {"look_ahead": look_ahead}
         self._max_samples, self._max_images = max_samples, max_images
         self._padding_free = PaddingFreePacker()
 
@@ -75,16 +75,19 @@ class TokenBudgetPacker:
     def compose(self, samples_N: IntArray, sizes: SampleSizes, samples_per_bin: float, cost: CostModel) -> Bins:
         """Bins within the limits, see :class:`embodix.packing.composer.BatchComposer`."""
         costs_N, images_N = cost.costs(sizes)[samples_N], sizes.images_N[samples_N]
-        budget = self.budget
-        if budget is None:
-            budgets = [math.floor(samples_per_bin * costs_N.mean() * (1 + slack)) for slack in BUDGET_SLACKS]
-            first = slice(NUM_TRIED)
-            budget = max(budgets, key=lambda tried: self._fullness(costs_N[first], images_N[first], tried))
+        budget = self.budget if self.budget is not None else self.choose_budget(costs_N, images_N, samples_per_bin)
         return self._bins(samples_N, costs_N, images_N, budget)
+
+    def choose_budget(self, costs_N: FloatArray, images_N: IntArray, samples_per_bin: float) -> int:
+        """The budget of an epoch where none is set: of those in ``BUDGET_SLACKS`` the one that is filled best."""
+        mean_bin = samples_per_bin * float(costs_N.mean())
+        budgets = [math.floor(mean_bin * (1 + slack)) for slack in BUDGET_SLACKS]
+        first = slice(NUM_TRIED)
+        return max(budgets, key=lambda tried: self._fullness(costs_N[first], images_N[first], tried))
 
     def _bins(self, samples_N: IntArray, costs_N: FloatArray, images_N: IntArray, budget: float) -> Bins:
         limits = Limits(max(budget, 1), self._max_samples, self._max_images)
-        return self._pack(samples_N, costs_N, images_N, limits, self._look_ahead)
+        return self._pack(samples_N, costs_N, images_N, limits, **self._options)
 
     def _fullness(self, costs_N: FloatArray, images_N: IntArray, budget: float) -> float:
         """Share of the budget that is used, the last bin apart; 0 where a sample does not fit."""

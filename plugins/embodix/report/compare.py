@@ -236,8 +236,8 @@ def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None)
     whole = step_ratios(base, run, clock, PHASES, num_warmup)
     tolerance = SAME_FUNCTION[_precision(run)]
     reference = ReferenceDifference.from_manifest(run.manifest.reference_check)
-    counted = base.manifest.flops_per_step, run.manifest.flops_per_step
     same_samples = composed_as(base) == composed_as(run)
+    counted = (base.manifest.flops_per_step, run.manifest.flops_per_step) if same_samples else (None, None)
     speeds = [_samples_per_second(item, clock, num_warmup) for item in (run, base)]
     return PairSummary(
         name=run.name,
