@@ -76,7 +76,7 @@ class GrootFastPath:
 
         with self._autocast():
             inputs = self._prepared(batch, (*OBSERVATION_KEYS, "action"))
-            plan = self._plan(inputs)
+            plan = self._plan(batch, inputs["state"].device)
             num_queries = self.settings.flow_samples * num_action_tokens(head, inputs["state"].shape[1])
             self.token_counts = self._count(batch, plan, num_queries)
             attention = self._attention(plan, num_queries)
@@ -90,7 +90,7 @@ class GrootFastPath:
         head = self.policy._groot_model.action_head
         with self._autocast():
             inputs = self._prepared(batch, OBSERVATION_KEYS)
-            plan = self._plan(inputs)
+            plan = self._plan(batch, inputs["state"].device)
             attention = self._attention(plan, num_action_tokens(head, inputs["state"].shape[1]))
             features_NW = self._features(inputs, plan, attention)
             actions_BTA = sample_actions(head, features_NW, plan.layout.positions_N, inputs, attention, noise)
@@ -114,10 +114,10 @@ class GrootFastPath:
         _, prepared = self.policy._groot_model.prepare_input(inputs)
         return prepared
 
-    def _plan(self, inputs: Any) -> TokenPlan:
+    def _plan(self, batch: Mapping[str, Any], device: torch.device) -> TokenPlan:
         image_token = self.policy._groot_model.backbone.eagle_model.image_token_index
-        ids_BL, mask_BL = inputs["eagle_input_ids"], inputs["eagle_attention_mask"]
-        return plan_tokens(ids_BL, mask_BL, image_token, self.settings.packer)
+        ids_BL, mask_BL = batch["eagle_input_ids"], batch["eagle_attention_mask"]
+        return plan_tokens(ids_BL, mask_BL, image_token, self.settings.packer, device)
 
     def _attention(self, plan: TokenPlan, queries_a_sample: int) -> TokenAttention:
         device = plan.ids_N.device

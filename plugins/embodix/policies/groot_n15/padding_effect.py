@@ -45,16 +45,22 @@ def padding_effect(policy: Any, batch: Mapping[str, Any], seed: int = 0) -> Padd
     """
     fast_path = GrootFastPath(policy, FastPathSettings(PaddingFreePacker(), SegmentSdpa()))
     training = {module: module.training for module in policy.modules()}
-    losses = []
+    calls = {"upstream": lambda given: type(policy).forward(policy, given), "valid": fast_path.forward}
+    losses: dict[str, float] = {}
     policy.eval()
     try:
-        for forward in (lambda given: type(policy).forward(policy, given), fast_path.forward):
+        for name, forward in calls.items():
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                losses.append(float(forward(dict(batch))[0]))
+                losses[name] = float(forward(dict(batch))[0])
     finally:
         for module, mode in training.items():
             module.training = mode
     mask = batch["eagle_attention_mask"].bool()
     num_tokens = int(mask.sum())
-    return PaddingEffect(*losses, num_padding=mask.numel() - num_tokens, num_tokens=num_tokens)
+    return PaddingEffect(
+        upstream=losses["upstream"],
+        valid=losses["valid"],
+        num_padding=mask.numel() - num_tokens,
+        num_tokens=num_tokens,
+    )

@@ -29,13 +29,12 @@ class TokenPlan:
     image_rows_M: Tensor
 
 
-def plan_tokens(ids_BL: Tensor, mask_BL: Tensor, image_token: int, packer: Packer) -> TokenPlan:
-    """Decide on the host what is computed; one transfer of the prompt, no other wait for the device."""
-    device = ids_BL.device
+def plan_tokens(ids_BL: Tensor, mask_BL: Tensor, image_token: int, packer: Packer, device: torch.device) -> TokenPlan:
+    """Decide on the host what is computed on ``device``; one transfer of the prompt, no other wait for the device."""
     host_ids_BL = ids_BL.detach().to("cpu")
     valid_BL = mask_BL.detach().to("cpu", torch.bool)
     layout = packer.layout(valid_BL)
     is_image_BL = (host_ids_BL == image_token) & valid_BL
     image_rows_M = is_image_BL.flatten()[layout.rows_N].nonzero().squeeze(1)
     on_device = layout.to(device)
-    return TokenPlan(on_device, ids_BL.flatten()[on_device.rows_N], image_rows_M.to(device))
+    return TokenPlan(on_device, ids_BL.to(device).flatten()[on_device.rows_N], image_rows_M.to(device))
