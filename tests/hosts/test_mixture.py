@@ -25,8 +25,10 @@ from torch.utils.data import default_collate
 from embodix.attention.segment import SegmentAuto
 from embodix.data.embodiments import embodiment_folder, load_embodiment
 from embodix.data.tokenizer import offline_tokenizer
+from embodix.evaluation.trained_run import EpisodePlan, evaluate_trained_run
 from embodix.packing.packers import PaddingFreePacker
 from embodix.patching import patched
+from embodix.policies.cost import read_dataset_facts
 from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.report.steps import read_steps
@@ -227,6 +229,29 @@ def alone_batch(policy_cfg: Any, host_cfg: Any, root: Path, local: int) -> dict[
     config.output_features = {"action": config.input_features.pop("action")}
     preprocessor, _ = make_pre_post_processors(config, dataset_stats=dataset.meta.stats)
     return preprocessor(default_collate([dataset[local]]))
+
+
+def test_a_member_is_evaluated_in_its_own_units_and_cameras(
+    mixture_run: Callable[..., list[str]], demonstrations: Path, tmp_path: Path
+) -> None:
+    """While training and afterwards: the simulator's cameras go to the member's slots, actions come in its units."""
+    member = f"sim: {{repo_id: e/sim, root: {demonstrations}, cameras: {{front: base, gripper: wrist}}}}"
+    options = [f"+dataset.members.{member.replace(': ', '=', 1)}", "+dataset.members.sim.weight=0.5"]
+    options += ["dataset.evaluate_as=sim", "env=metaworld", "env.image_size=28", "env.episode_length=3"]
+    options += ["train.steps=2", "train.eval_freq=2", "eval.n_episodes=1", "eval.batch_size=1"]
+    folder = tmp_path / "run"
+    train_here(mixture_run(*options, "+plugin=embodix", f"train.output_dir={folder}"))
+    assert list((folder / "eval").rglob("*.mp4"))
+    session = current_session()
+    with offline_tokenizer(demonstrations / "tokenizer"):
+        plan = EpisodePlan(num_episodes=1, num_envs=1, start_seed=0)
+        results = evaluate_trained_run(folder, session.policy, session.host_cfg.env, plan, None, member="sim")
+    assert [episode.num_steps for episode in results["policy"].episodes] == [3]
+
+
+def test_the_cost_of_a_mixture_is_not_planned() -> None:
+    with pytest.raises(ValueError, match=r"Plan each member by itself"):
+        read_dataset_facts({"members": {}})
 
 
 def test_the_example_composes() -> None:
