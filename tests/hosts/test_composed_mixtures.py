@@ -103,6 +103,7 @@ def test_two_processes_and_then_one(demonstrations: Path, tmp_path: Path) -> Non
     """Both share every step; one process alone continues where the two stopped."""
     run = tmp_path / "run"
     options = [*COMPOSED, "train.steps=3", f"train.output_dir={run}", f"hydra.run.dir={tmp_path}/hydra"]
+    options += ["packing.options.cost=fit", "packing.options.fit_steps=1"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "embodix"]
     command = [*launcher, "train", *small_run(demonstrations, *options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
@@ -110,7 +111,11 @@ def test_two_processes_and_then_one(demonstrations: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-4000:]
     state = json.loads((run / "checkpoints/last/training_state/embodix_stream.json").read_text())
     assert state["stream"]["position"]["num_bins"] == 3 * 2 * 2
+    tokens, fitted = state["stream"]["cost_models"]
+    assert tokens["model"]["tokens"] == 1.0
+    assert (fitted["first_bin"], fitted["first_epoch"]) == (3 * 2 * 2, 1), "fitted to the third step of both processes"
     records = train_here([f"resume={run}", "train.steps=5"]).records
+    assert len(composition().stream.cost_models) == 2, "a fitted model is kept, not fitted again"
     assert [record.step for record in records] == [4, 5]
     both = read_steps(run / "steps.jsonl")
     assert [record.num_samples for record in both[:3]] == pytest.approx([12] * 3, abs=2)
