@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from lerobot.datasets.dataset_reader import DatasetReader
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from PIL import PngImagePlugin
 
+from embodix.data import column_reads
 from embodix.data.column_reads import read_columns
 from embodix.patching import patched
 
@@ -71,7 +74,7 @@ def test_the_patch_covers_readers_that_exist_already(recorded):
     with patched({"lerobot_column_reads": {}}):
         assert vars(DatasetReader)["_query_hf_dataset"] is not before[0]
         assert_equal(dataset[3], expected)
-        assert "action" in dataset.reader._embodix_columns[1]
+        assert column_reads._known[dataset.reader].columns.keys() == {"action"}
     assert (vars(DatasetReader)["_query_hf_dataset"], vars(DatasetReader)["_get_query_indices"]) == before
 
 
@@ -79,7 +82,16 @@ def test_one_data_set_alone_may_read_columns(recorded):
     narrow, plain = (load(recorded.root, CHUNKS["actions"]) for _ in range(2))
     read_columns(narrow)
     assert_equal(narrow[0], plain[0])
-    assert hasattr(narrow.reader, "_embodix_columns") and not hasattr(plain.reader, "_embodix_columns")
+    assert narrow.reader in column_reads._known and plain.reader not in column_reads._known
+
+
+def test_a_data_set_can_be_sent_to_a_spawned_worker(recorded):
+    narrow = load(recorded.root, CHUNKS["actions"])
+    read_columns(narrow)
+    expected = narrow[5]
+    sent = pickle.loads(pickle.dumps(narrow))
+    assert sent.reader._query_hf_dataset.args[0] is sent.reader
+    assert_equal(sent[5], expected)
 
 
 def test_a_sample_decodes_each_camera_once(recorded, monkeypatch):

@@ -7,7 +7,10 @@ map where it holds plain numbers, through upstream's own transform otherwise.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -78,16 +81,33 @@ class _FormattedColumn:
         return torch.stack(self._view[rows][self._key])
 
 
+@dataclass
+class _Known:
+    """What is kept of a reader between two samples; nothing that would be sent to a spawned worker with it."""
+
+    source: Any = None
+    columns: dict[str, _MappedColumn | _FormattedColumn] = field(default_factory=dict)
+    bounds: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+_known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+
+
+def _known_of(reader: DatasetReader) -> _Known:
+    known = _known.get(reader)
+    if known is None:
+        known = _known[reader] = _Known()
+    return known
+
+
 def _column(reader: DatasetReader, key: str) -> _MappedColumn | _FormattedColumn:
     """The reader's column, made once for each data set that the reader loads."""
-    columns: dict[str, _MappedColumn | _FormattedColumn]
-    source, columns = getattr(reader, "_embodix_columns", (None, {}))
-    if source is not reader.hf_dataset:
-        columns = {}
-        reader._embodix_columns = (reader.hf_dataset, columns)
-    if key not in columns:
-        columns[key] = _make_column(reader.hf_dataset, key)
-    return columns[key]
+    known = _known_of(reader)
+    if known.source is not reader.hf_dataset:
+        known.source, known.columns = reader.hf_dataset, {}
+    if key not in known.columns:
+        known.columns[key] = _make_column(reader.hf_dataset, key)
+    return known.columns[key]
 
 
 def _make_column(dataset: datasets.Dataset, key: str) -> _MappedColumn | _FormattedColumn:
@@ -117,9 +137,7 @@ def _plain_numbers(chunk: Any) -> np.ndarray | None:
 
 def _episode_bounds(reader: DatasetReader, ep_idx: int) -> tuple[int, int]:
     """First index of an episode and the one after its last."""
-    bounds: dict[int, tuple[int, int]] | None = getattr(reader, "_embodix_bounds", None)
-    if bounds is None:
-        bounds = reader._embodix_bounds = {}
+    bounds = _known_of(reader).bounds
     if ep_idx not in bounds:
         episode = reader._meta.episodes[ep_idx]
         bounds[ep_idx] = (episode["dataset_from_index"], episode["dataset_to_index"])
@@ -129,5 +147,6 @@ def _episode_bounds(reader: DatasetReader, ep_idx: int) -> tuple[int, int]:
 def read_columns(dataset: Any) -> None:
     """Make one data set read its chunks from their columns; others keep upstream's reading."""
     reader = dataset.reader
-    reader._query_hf_dataset = query_columns.__get__(reader)
-    reader._get_query_indices = chunk_indices.__get__(reader)
+    # A bound method of a class that does not have it could not be sent to a spawned worker; a partial can.
+    reader._query_hf_dataset = functools.partial(query_columns, reader)
+    reader._get_query_indices = functools.partial(chunk_indices, reader)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,7 @@ class Merger(Protocol):
     def __call__(self, parts: Sequence[EmbodimentPart]) -> PreprocessedBatch: ...
 
 
+@dataclass(frozen=True)
 class EmbodimentPart:
     """The samples of one embodiment in a batch.
 
@@ -43,10 +45,9 @@ class EmbodimentPart:
         batch: its samples, preprocessed.
     """
 
-    def __init__(self, embodiment: int, rows: list[int], batch: dict[str, Any]) -> None:
-        self.embodiment = embodiment
-        self.rows = rows
-        self.batch = batch
+    embodiment: int
+    rows: list[int]
+    batch: dict[str, Any]
 
 
 class PreprocessingCollate:
