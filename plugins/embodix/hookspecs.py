@@ -37,7 +37,7 @@ class EmbodixSpec:
 
     @hookspec
     def register_packers(self) -> list[Registration]:
-        """Name the packers: which prefix tokens of a batch are computed, and in what order."""
+        """Name the packers: which prefix tokens of a batch are computed, and possibly which samples share a batch."""
         raise NotImplementedError
 
     @hookspec

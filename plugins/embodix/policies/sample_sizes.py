@@ -77,9 +77,9 @@ class MeasuresSamples(Protocol):
 
 
 def measure_samples(
-    wrapper: Any, policy: nn.Module, datasets: Sequence[SizedDataset], flow_samples: int
+    wrapper: Any, policy: nn.Module, datasets: Sequence[SizedDataset], flow_samples: int, quiet: bool = False
 ) -> SampleSizes:
-    """Sizes of all samples, with a progress bar; the random state is left as it was.
+    """Sizes of all samples, with a progress bar unless ``quiet``; the random state is left as it was.
 
     Raises:
         ValueError: the policy's wrapper can't tell sizes.
@@ -92,6 +92,6 @@ def measure_samples(
     from rich.progress import Progress
 
     total = sum(len(part) for part in datasets)
-    with torch.random.fork_rng(devices=[]), Progress(transient=True) as bar:
+    with torch.random.fork_rng(devices=[]), Progress(transient=True, disable=quiet) as bar:
         task = bar.add_task(f"Measuring {total} samples", total=total)
         return wrapper.sample_sizes(policy, datasets, flow_samples, lambda count: bar.advance(task, count))

@@ -79,7 +79,8 @@ class Composition:
         Raises:
             ValueError: a sample that no bin can hold, or a policy that can't tell sizes.
         """
-        self.sizes: SampleSizes = measure_samples(self._features.wrapper, policy, datasets, flow)
+        quiet = not self._accelerator.is_main_process
+        self.sizes: SampleSizes = measure_samples(self._features.wrapper, policy, datasets, flow, quiet)
         self.stream = BatchStream(
             order or ShuffledOrder(len(self.sizes), self._host_cfg.seed or 0),
             self._composer,

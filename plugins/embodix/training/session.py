@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from lerobot.configs.train import TrainPipelineConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodix import patching
+from embodix.packing.composer import BatchComposer
 from embodix.policies.settings import ChecksReference, ReferenceCheck, TokenCounts
 from embodix.report.manifest import collect_manifest
 from embodix.report.steps import StepRecord, TokenRecord, append_step
@@ -111,16 +113,27 @@ class TrainingSession:
         self.policy = policy
         self.accelerator = accelerator
         self.features = install_features(policy, self.selection, accelerator)
-        if self._check_reference and isinstance(self.features.installation, ChecksReference):
+        composes = self.features.composer is not None
+        if self._check_reference and not composes and isinstance(self.features.installation, ChecksReference):
             self._first_batch = FirstBatch(policy)
         self.clock = StepClock(accelerator.device, self._synchronize)
-        if self.features.composer is not None and self.features.step_count is not None:
-            composer, count = self.features.composer, self.features.step_count
-            resumed = self._resume_stream
-            composition = Composition(composer, self.features, count, self.host_cfg, accelerator, resumed)
-            order = self.data.order(self.host_cfg.seed or 0)
-            composition.measure(policy, self.data.sized_datasets(), order, self.selection.flow_samples)
-            self.composition = composition
+        if self.features.composer is not None:
+            self.composition = self._composed_by(self.features.composer)
+
+    def _composed_by(self, composer: BatchComposer) -> Composition:
+        """Measure the samples and pack the first epoch, before anything is trained."""
+        assert self.features is not None
+        assert self.features.step_count is not None
+        if self._step > 1 and self._resume_stream is None:
+            logging.warning(
+                "The checkpoint has no position in composed batches: it was trained with another packing. The data "
+                "begins again with the first epoch."
+            )
+        count, resumed = self.features.step_count, self._resume_stream
+        composition = Composition(composer, self.features, count, self.host_cfg, self.accelerator, resumed)
+        order = self.data.order(self.host_cfg.seed or 0)
+        composition.measure(self.policy, self.data.sized_datasets(), order, self.selection.flow_samples)
+        return composition
 
     def loader_built(self, loader: Any) -> Any:
         """Upstream's loader, before accelerate prepares it."""
