@@ -62,11 +62,10 @@ class _MappedColumn:
     def read(self, rows: list[int]) -> Tensor:
         places = np.asarray(rows)
         owners = np.searchsorted(self._starts, places, side="right") - 1
-        if (owners == owners[0]).all():
-            values = self._chunks[owners[0]][places - self._starts[owners[0]]]
-        else:
-            pairs = zip(owners, places, strict=True)
-            values = np.stack([self._chunks[owner][place - self._starts[owner]] for owner, place in pairs])
+        values = np.empty((len(places), *self._chunks[0].shape[1:]), self._chunks[0].dtype)
+        for owner in set(owners.tolist()):
+            own = owners == owner
+            values[own] = self._chunks[owner][places[own] - self._starts[owner]]
         return torch.from_numpy(values).to(self._dtype)
 
 
