@@ -84,6 +84,7 @@ def test_doctor_shows_it_and_finds_nothing_missing(environment):
     mine = [found for found in diagnosis["implementations"] if found["plugin"] == "example"]
     assert {(found["kind"], found["name"]) for found in mine} == {
         ("packers", "bucketed"),
+        ("packers", "length_sorted"),
         ("attention_backends", "padded_sdpa"),
     }
     assert all(found["problem"] is None for found in mine), mine
@@ -101,7 +102,10 @@ def test_its_backend_agrees_with_the_reference(environment):
 def test_listing_it_imports_no_torch(environment):
     script = "from embodix.plugins import registry; print(registry().names('packers'))\nimport sys"
     printed = environment.run_python(script + "\nprint('torch' in sys.modules)").split("\n")
-    assert printed[:2] == ["['bucketed', 'none', 'padding_free', 'sequence_length', 'token_budget']", "False"]
+    assert printed[:2] == [
+        "['bucketed', 'length_sorted', 'none', 'padding_free', 'sequence_length', 'token_budget']",
+        "False",
+    ]
 
 
 def test_it_trains_through_upstream_with_the_losses_of_the_exact_run(environment, demonstrations, tmp_path):
@@ -124,3 +128,16 @@ def test_it_trains_through_upstream_with_the_losses_of_the_exact_run(environment
     assert any(record.tokens.computed > record.tokens.valid for record in all_theirs)
     manifest = (tmp_path / "theirs" / "manifest.json").read_text()
     assert "padded_sdpa" in manifest and "bucketed" in manifest
+
+
+def test_its_composer_decides_which_samples_share_a_batch(environment, demonstrations, tmp_path):
+    choices = ["packing=length_sorted", "packing.options.window=1000", "attention=padded_sdpa"]
+    folders = [f"train.output_dir={tmp_path}/run", f"hydra.run.dir={tmp_path}/hydra"]
+    result = environment.run("lerobot", "train", *small_run(demonstrations, *choices, *folders, "train.steps=3"))
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    records = read_steps(tmp_path / "run" / "steps.jsonl")
+    assert [record.num_samples for record in records] == [3, 3, 3]
+    valid = [record.tokens.valid for record in records]
+    assert valid == sorted(valid), "the window is larger than the data set, so its shortest samples come first"
+    state = json.loads((tmp_path / "run/checkpoints/last/training_state/embodix_stream.json").read_text())
+    assert state["stream"]["position"]["num_bins"] == 3

@@ -6,8 +6,13 @@ from embodix import Registration, hookimpl
 
 @hookimpl
 def register_packers() -> list[Registration]:
-    target = "embodix_example_plugin.packer:BucketedPacker"
-    return [Registration("bucketed", target, "valid rows, filled up with padding to a multiple of a fixed number")]
+    package = "embodix_example_plugin"
+    return [
+        Registration(
+            "bucketed", f"{package}.packer:BucketedPacker", "valid rows, filled up to a multiple of a fixed number"
+        ),
+        Registration("length_sorted", f"{package}.composer:LengthSortedPacker", "batches of samples of similar length"),
+    ]
 
 
 @hookimpl
