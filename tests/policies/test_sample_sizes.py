@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 
 from embodix.packing.sizes import SampleSizes
+from embodix.policies.pi05.sample_sizes import state_column
 from embodix.policies.sample_sizes import SizedDataset, measure_samples
 from embodix.testing.pi05 import small_pi05
 
@@ -41,6 +42,14 @@ class Recording:
 def test_absent_cameras_are_counted_unless_left_out(marked, columns, absent):
     part = SizedDataset(Recording(marked), dict, columns)
     assert part.num_absent().tolist() == absent
+
+
+def test_a_renamed_state_is_found():
+    renaming = SimpleNamespace(steps=[SimpleNamespace(), SimpleNamespace(rename_map={"joints": "observation.state"})])
+    recordings = {name: SimpleNamespace(meta=SimpleNamespace(features={name: None})) for name in ("joints", "arm")}
+    assert state_column(SizedDataset(recordings["joints"], renaming)) == "joints"
+    with pytest.raises(ValueError, match=r"prompt holds observation.state; the data set has arm"):
+        state_column(SizedDataset(recordings["arm"], renaming))
 
 
 def test_a_wrapper_that_cannot_measure_is_named():

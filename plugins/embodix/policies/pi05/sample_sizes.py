@@ -36,13 +36,32 @@ def sample_sizes(
 
 
 def _prompt_lengths(part: SizedDataset, progress: Callable[[int], None]) -> IntArray:
-    states_ND = torch.from_numpy(part.column(STATE_KEY).astype(np.float32)).reshape(len(part), -1)
+    state_key = state_column(part)
+    states_ND = torch.from_numpy(part.column(state_key).astype(np.float32)).reshape(len(part), -1)
     names, tasks_N = part.task_names(), part.column("task_index").reshape(-1)
     lengths = []
     for start in range(0, len(part), PROMPTS_AT_A_TIME):
         rows = slice(start, start + PROMPTS_AT_A_TIME)
-        batch = {STATE_KEY: states_ND[rows], "task": [names[index] for index in tasks_N[rows]]}
+        batch = {state_key: states_ND[rows], "task": [names[index] for index in tasks_N[rows]]}
         mask_BL = part.preprocess(batch)[TOKEN_MASK_KEY]
         lengths.append(mask_BL.sum(dim=1).cpu().numpy().astype(np.int64))
         progress(len(lengths[-1]))
     return np.concatenate(lengths)
+
+
+def state_column(part: SizedDataset) -> str:
+    """The column that becomes the policy's state, renamed by the preprocessor or not.
+
+    Raises:
+        ValueError: no column does.
+    """
+    columns = list(part.dataset.meta.features)
+    if STATE_KEY in columns:
+        return STATE_KEY
+    for step in getattr(part.preprocess, "steps", ()):
+        for column, renamed in (getattr(step, "rename_map", None) or {}).items():
+            if renamed == STATE_KEY and column in columns:
+                return str(column)
+    raise ValueError(
+        f"π0.5's prompt holds {STATE_KEY}; the data set has {', '.join(columns)}. Name its column in rename_map."
+    )
