@@ -63,6 +63,13 @@ def test_bfloat16_stays_within_its_own_rounding(backend):
     assert_agrees(backend(), packed(segments, 8, 1, 16, torch.bfloat16), segments)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [((5, 5, 5), (7, 7, 7)), ((5, 5), (3, 3)), ((4, 4), (0, 0)), ((0, 0), (2, 2))])
+def test_segments_of_one_length_equal_dense_attention(lengths, causal):
+    segments = Segments.from_lengths(*lengths)
+    assert_agrees(SegmentSdpa(), packed(segments, 4, 2, 8), segments, causal=causal)
+
+
 def test_blocks_of_scores_do_not_change_the_result(monkeypatch):
     segments = Segments.from_lengths((13, 6), (13, 9))
     inputs = packed(segments, 4, 2, 8)
@@ -133,7 +140,9 @@ def test_one_segment_instead_of_two_is_noticed():
         ((256,), torch.float32, (8, 8, 8), False, "transposed"),
         ((256,), torch.float32, (8, 8, 16), False, "sdpa"),
         ((256,), torch.float32, (8, 8, 16), True, "sdpa"),
-        ((256,), torch.float32, (4, 2, 64), True, "transposed"),
+        ((256,), torch.float32, (4, 2, 64), True, "sdpa"),
+        ((512,), torch.float32, (4, 2, 64), True, "transposed"),
+        ((512,), torch.float32, (4, 2, 64), False, "sdpa"),
         ((70, 70), torch.bfloat16, (8, 1, 4), False, "batch"),
         ((900, 900), torch.bfloat16, (8, 1, 4), False, "gemm"),
         ((5,), torch.bfloat16, (8, 1, 4), False, "gemm"),

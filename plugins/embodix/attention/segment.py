@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backends that walk over the segments: plain GEMMs, torch SDPA, or the faster of both by segment length.
 
-Shape suffixes: N packed queries, M packed keys, H query heads, G key/value heads, D head_dim.
+Shape suffixes: N packed queries, M packed keys, S segments of L queries and K keys each, H query heads, G key/value
+heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class SegmentTransposed(SegmentGemm):
 
 
 class SegmentSdpa:
-    """torch's ``scaled_dot_product_attention``, one call a segment, without a mask. Runs on any device."""
+    """torch's ``scaled_dot_product_attention`` without a mask: one call for segments of one length, else one each."""
 
     name = "segment_sdpa"
 
@@ -89,40 +90,46 @@ class SegmentSdpa:
         scale: float | None = None,
     ) -> Tensor:
         require_packed(q_NHD, k_MGD, v_MGD, segments)
+        if len(set(segments.lengths_q)) == len(set(segments.lengths_k)) == 1:
+            num_segments = len(segments.lengths_q)
+            q_SLHD, k_SKGD, v_SKGD = (rows.unflatten(0, (num_segments, -1)) for rows in (q_NHD, k_MGD, v_MGD))
+            return _equal_sdpa(q_SLHD, k_SKGD, v_SKGD, causal=causal, scale=scale).flatten(0, 1)
         queries = q_NHD.split(segments.lengths_q)
         keys, values = k_MGD.split(segments.lengths_k), v_MGD.split(segments.lengths_k)
         outputs = [
-            _segment_sdpa(q, k, v, causal=causal, scale=scale) for q, k, v in zip(queries, keys, values, strict=True)
+            _equal_sdpa(q[None], k[None], v[None], causal=causal, scale=scale)[0]
+            for q, k, v in zip(queries, keys, values, strict=True)
         ]
         return torch.cat(outputs)
 
 
-def _segment_sdpa(q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, *, causal: bool, scale: float | None) -> Tensor:
-    num_q, num_k = q_NHD.shape[0], k_MGD.shape[0]
+def _equal_sdpa(q_SLHD: Tensor, k_SKGD: Tensor, v_SKGD: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    """Attention of segments of one length, ``[S, L, H, D]``."""
+    num_q, num_k = q_SLHD.shape[1], k_SKGD.shape[1]
     num_blind = num_q if num_k == 0 else max(0, num_q - num_k) if causal else 0
     if num_blind == num_q:
-        return _zeros_of(q_NHD)
+        return _zeros_of(q_SLHD)
     if num_blind:
-        seeing = _segment_sdpa(q_NHD[num_blind:], k_MGD, v_MGD, causal=causal, scale=scale)
-        return torch.cat([_zeros_of(q_NHD[:num_blind]), seeing])
+        seeing = _equal_sdpa(q_SLHD[:, num_blind:], k_SKGD, v_SKGD, causal=causal, scale=scale)
+        return torch.cat([_zeros_of(q_SLHD[:, :num_blind]), seeing], dim=1)
     mask = None
     if causal and num_q != num_k:
-        mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q_NHD.device).tril(diagonal=num_k - num_q)
-    out_1HND = F.scaled_dot_product_attention(
-        q_NHD.transpose(0, 1)[None],
-        k_MGD.transpose(0, 1)[None],
-        v_MGD.transpose(0, 1)[None],
+        mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q_SLHD.device).tril(diagonal=num_k - num_q)
+    out_SHLD = F.scaled_dot_product_attention(
+        q_SLHD.transpose(1, 2),
+        k_SKGD.transpose(1, 2),
+        v_SKGD.transpose(1, 2),
         attn_mask=mask,
         is_causal=causal and mask is None,
         scale=scale,
-        enable_gqa=q_NHD.shape[1] != k_MGD.shape[1],
+        enable_gqa=q_SLHD.shape[2] != k_SKGD.shape[2],
     )
-    return out_1HND[0].transpose(0, 1)
+    return out_SHLD.transpose(1, 2)
 
 
-def _zeros_of(q_NHD: Tensor) -> Tensor:
+def _zeros_of(rows: Tensor) -> Tensor:
     """Zeros that stay in the graph of q with a gradient of zero, NaN or not."""
-    return q_NHD.masked_fill(torch.ones((), dtype=torch.bool, device=q_NHD.device), 0.0)
+    return rows.masked_fill(torch.ones((), dtype=torch.bool, device=rows.device), 0.0)
 
 
 class SegmentAuto:
@@ -159,16 +166,20 @@ class SegmentAuto:
         return backend(q_NHD, k_MGD, v_MGD, segments, causal=causal, scale=scale)
 
 
-# Keys a segment from which transposed GEMMs win in fp32, and the head dimensions where they do, bidirectional and
-# causal: torch's fused kernel is slow with few channels, and computes most of the upper triangle of a causal segment.
-TRANSPOSED_FROM, TRANSPOSED_MAX_HEAD_DIM, TRANSPOSED_MIN_CAUSAL_HEAD_DIM = 256, 8, 32
+# Channels of a head, and keys a segment, with which transposed GEMMs win in fp32: torch's fused kernel is slow with few
+# channels, and computes most of the upper triangle of a causal segment; benchmarks/attention_segment_length.py.
+FEW_CHANNELS, FEW_CHANNELS_FROM = 8, 256
+CAUSAL_CHANNELS, CAUSAL_FROM = 64, 512
 
 
 def transposed_is_faster(q_NHD: Tensor, segments: Segments, *, causal: bool) -> bool:
     """Transposed GEMMs against SDPA on a CPU, as measured."""
-    head_dim = q_NHD.shape[-1]
-    fits = head_dim >= TRANSPOSED_MIN_CAUSAL_HEAD_DIM if causal else head_dim <= TRANSPOSED_MAX_HEAD_DIM
-    return q_NHD.dtype == torch.float32 and fits and min(segments.max_q, segments.max_k) >= TRANSPOSED_FROM
+    if q_NHD.dtype != torch.float32:
+        return False
+    head_dim, shorter = q_NHD.shape[-1], min(segments.max_q, segments.max_k)
+    if head_dim <= FEW_CHANNELS:
+        return shorter >= FEW_CHANNELS_FROM
+    return causal and head_dim >= CAUSAL_CHANNELS and shorter >= CAUSAL_FROM
 
 
 # Keys a segment from which bf16 GEMMs win although no heads are folded; benchmarks/attention_segment_length.py.

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 # Scores of a block: 2**18 fp32 elements are 1 MiB, the L2 cache of one current server core.
 BLOCK_ELEMENTS = 2**18
 # Tokens of a causal block. Fewer keys are met in vain by smaller blocks, and GEMMs get slower.
-CAUSAL_BLOCK_TOKENS = 64
+CAUSAL_BLOCK_TOKENS = 128
 # Scores of one call (64 MiB in fp32) that are kept rather than formed again.
 KEPT_ELEMENTS = 2**24
 
