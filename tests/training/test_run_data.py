@@ -105,6 +105,16 @@ def test_files_are_read_one_after_the_other(
     assert seen != sorted(seen)
 
 
+def test_a_streamed_data_set_is_left_to_upstream(demonstrations: Path, tmp_path: Path) -> None:
+    """Of videos: upstream can't collate streamed images."""
+    videos = write_dataset(tmp_path / "videos", cameras=("front",), video=True)
+    options = ["dataset.streaming=true", f"tokenizer.directory={demonstrations}/tokenizer", "train.steps=2"]
+    options += ["train.save_checkpoint=false", "train.num_workers=1", "+plugin=embodix"]
+    assert len(train_here(small_run(videos, *options, f"train.output_dir={tmp_path}/run")).records) == 2
+    with pytest.raises(ValueError, match=r"set dataset.streaming=false"):
+        train_here(small_run(videos, *options, f"train.output_dir={tmp_path}/other", "sampling=file_window"))
+
+
 def test_the_order_is_taken_up_where_it_was(in_files: Path, demonstrations: Path, tmp_path: Path) -> None:
     """Twelve steps of an epoch of eight batches: the checkpoint lies in the second epoch."""
     options = ["sampling=file_window", "sampling.options.window=2", "train.steps=12", "train.save_freq=2"]

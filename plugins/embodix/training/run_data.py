@@ -101,14 +101,21 @@ class RunData:
         self._saved: list[ProcessorPair] = []
 
     def build_dataset(self, host_cfg: TrainPipelineConfig, upstream: Callable[[TrainPipelineConfig], Any]) -> Any:
-        """The data set of upstream's loop (stands in for ``make_dataset``)."""
+        """The data set of upstream's loop (stands in for ``make_dataset``).
+
+        Raises:
+            ValueError: an order of samples for a streamed data set, or a mixture that does not fit the policy.
+        """
+        streamed = host_cfg.dataset.streaming
+        if streamed and self.choices.orders_samples:
+            raise ValueError("sampling=file_window reads samples by index; set dataset.streaming=false.")
         if self.choices.mixture is None:
             self.dataset = upstream(host_cfg)
             datasets = [self.dataset]
         else:
             self.dataset = build_mixture(self.choices.mixture, host_cfg, upstream)
             datasets = [member.dataset for member in self.dataset.members]
-        if self.choices.reads == "columns":
+        if self.choices.reads == "columns" and not streamed:  # a streamed sample is read with its neighbours at hand
             for dataset in datasets:
                 read_columns(dataset)
         return self.dataset
