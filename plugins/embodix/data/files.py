@@ -14,18 +14,11 @@ def files_of_samples(dataset: Any) -> np.ndarray:
 
     Video files where there are videos (several episodes share one), the data file otherwise.
     """
-    meta = dataset.meta
-    episodes = dataset.episodes if dataset.episodes is not None else range(meta.total_episodes)
-    numbers: dict[tuple[str, ...], int] = {}
-    number_of = {}
-    for episode in episodes:
-        if meta.video_keys:
-            files = tuple(str(meta.get_video_file_path(episode, key)) for key in meta.video_keys)
-        else:
-            files = (str(meta.get_data_file_path(episode)),)
-        number_of[int(episode)] = numbers.setdefault(files, len(numbers))
-    column = dataset.hf_dataset.with_format("numpy")["episode_index"]
-    return np.asarray([number_of[int(episode)] for episode in np.asarray(column)])
+    table = dataset.meta.episodes.with_format("arrow")[:]
+    stores = [f"videos/{key}" for key in dataset.meta.video_keys] or ["data"]
+    places = [table[f"{store}/{part}"].to_numpy() for store in stores for part in ("chunk_index", "file_index")]
+    files_of_episode = np.unique(np.stack(places, axis=1), axis=0, return_inverse=True)[1].ravel()
+    return files_of_episode[dataset.hf_dataset.data.column("episode_index").to_numpy()]
 
 
 def count_opens(files: Sequence[int], num_open: int) -> int:
