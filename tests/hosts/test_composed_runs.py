@@ -146,7 +146,10 @@ def test_a_cost_model_is_fitted_and_recorded(run_of: Callable[..., tuple[Path, T
     first, fitted = session.composition.stream.cost_models
     assert (first.model.tokens, first.first_bin) == (1.0, 0)
     assert fitted.model.tokens > 0 and fitted.first_bin == 8 * 3 and fitted.first_epoch == 1
-    described = load_manifest(folder / "manifest.json").settings["composition"]["cost_models"]
+    composition = load_manifest(folder / "manifest.json").settings["composition"]
+    assert composition["samples_a_bin"] == pytest.approx(8 / 3, rel=0.1)
+    assert composition["tokens_a_bin"] <= composition["tokens_of_the_largest_bin"]
+    described = composition["cost_models"]
     saved = json.loads((folder / "checkpoints/last/training_state/embodix_stream.json").read_text())["stream"]
     assert described == saved["cost_models"] and len(described) == 2
 

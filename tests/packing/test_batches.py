@@ -168,6 +168,13 @@ def test_a_budget_of_none_holds_the_batch_size_on_average():
     assert np.mean(samples) == pytest.approx(16, rel=0.01)
 
 
+@pytest.mark.parametrize("samples_per_step", [1, 2.67, 3])
+def test_a_budget_of_none_holds_few_samples_on_average_too(samples_per_step):
+    stream = stream_of(5_000, 1, TokenBudgetPacker(), samples_per_step)
+    samples = [next(stream).num_samples for _ in range(500)]
+    assert np.mean(samples) == pytest.approx(samples_per_step, rel=0.15 if samples_per_step > 1 else 0.6)
+
+
 def test_a_sample_larger_than_the_budget_is_refused_before_training():
     with pytest.raises(ValueError, match=r"Sample \d+ alone costs 968, more than a bin's budget of 900"):
         stream_of(50, composer=TokenBudgetPacker(900))

@@ -151,6 +151,17 @@ class BatchStream:
             end=position,
         )
 
+    def describe(self) -> dict[str, float]:
+        """The bins of the epoch at hand in figures, for reports."""
+        bins = self._epoch_bins(self.position.epoch)
+        tokens = bins.sums(self._sizes.tokens.astype(np.float64))
+        return {
+            "bins_an_epoch": len(bins),
+            "samples_a_bin": float(bins.num_samples.mean()),
+            "tokens_a_bin": float(tokens.mean()),
+            "tokens_of_the_largest_bin": float(tokens.max()),
+        }
+
     def state_dict(self, position: StreamPosition | None = None) -> dict[str, Any]:
         """Position and cost models, as JSON holds them; ``position`` is another than the stream's own."""
         return {

@@ -38,7 +38,8 @@ class SequenceLengthPacker:
     """Packs bins up to ``rows`` prefix tokens and pads each to one of ``num_shapes`` shapes.
 
     Args:
-        rows: prefix rows of the largest shape; None for ``samples_per_bin`` times the mean prefix of a sample.
+        rows: prefix rows of the largest shape; None for ``samples_per_bin`` times the mean prefix of a sample, or the
+            largest prefix.
         num_shapes: shapes, in equal steps up to the largest.
         max_samples: samples of the largest shape; None for one and a half times ``samples_per_bin``.
         max_images: images of the largest shape; None for as many as fit into its rows.
@@ -116,7 +117,7 @@ class SequenceLengthPacker:
     def _choose_shapes(self, sizes: SampleSizes, samples_per_bin: float) -> tuple[ComputedShape, ...]:
         """From the whole data set, so that they do not depend on the epoch."""
         rows, samples, images = self._asked
-        rows = rows or math.floor(samples_per_bin * float(sizes.prefix_N.mean()))
+        rows = rows or max(int(sizes.prefix_N.max()), math.floor(samples_per_bin * float(sizes.prefix_N.mean())))
         samples = samples or math.ceil(1.5 * samples_per_bin)
         if images is None:
             images = math.floor(rows * float((sizes.images_N / sizes.prefix_N).max()))

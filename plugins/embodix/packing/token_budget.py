@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,18 @@ from embodix.packing.sizes import FloatArray, IntArray, SampleSizes
 ALGORITHMS = {"best_fit": best_fit, "first_fit_decreasing": first_fit_decreasing}
 FIT = "fit"
 BUDGET_SLACKS = (0.0, 0.005, 0.01, 0.02)
+# Where bins hold few samples, one more is a large step: larger budgets that are tried to hold enough.
+WIDE_SLACKS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+ENOUGH = 0.97  # of the samples that a bin should hold on average
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How the first samples of an epoch fill a budget: the share that is used, and samples a bin."""
+
+    budget: int
+    used: float
+    samples: float
 
 
 class TokenBudgetPacker:
@@ -27,7 +40,8 @@ class TokenBudgetPacker:
 
     Args:
         budget: cost of a bin at most, in tokens (images, prompt and actions); None for ``samples_per_bin`` times the
-            mean cost of a sample, or up to 2 % more where the epoch's first samples fill that better.
+            mean cost of a sample, or up to 2 % more where the epoch's first samples fill that better, or up to half
+            as much again where bins of few samples would hold too few.
         algorithm: ``best_fit`` fills bins in the order of the samples and mixes all sizes in each; with
             ``first_fit_decreasing`` the large samples of a window share bins.
         look_ahead: samples that may be passed over; None for 256 (``best_fit``) or 4096.
@@ -79,22 +93,29 @@ class TokenBudgetPacker:
         return self._bins(samples_N, costs_N, images_N, budget)
 
     def choose_budget(self, costs_N: FloatArray, images_N: IntArray, samples_per_bin: float) -> int:
-        """The budget of an epoch where none is set: of those in ``BUDGET_SLACKS`` the one that is filled best."""
+        """The budget of an epoch where none is set.
+
+        Of those in ``BUDGET_SLACKS`` the one that is filled best, if its bins hold enough samples; else the larger one
+        whose bins come nearest to ``samples_per_bin``. The largest sample always fits.
+        """
         mean_bin = samples_per_bin * float(costs_N.mean())
-        budgets = [math.floor(mean_bin * (1 + slack)) for slack in BUDGET_SLACKS]
-        first = slice(NUM_TRIED)
-        return max(budgets, key=lambda tried: self._fullness(costs_N[first], images_N[first], tried))
+        costs_T, images_T = costs_N[:NUM_TRIED], images_N[:NUM_TRIED]
+        largest = math.ceil(float(costs_N.max()))
+
+        def trial(slack: float) -> Trial:
+            budget = max(largest, math.floor(mean_bin * (1 + slack)))
+            bins = self._bins(np.arange(costs_T.size), costs_T, images_T, budget)
+            used = float(bins.sums(costs_T)[:-1].sum()) / (budget * max(1, len(bins) - 1))
+            return Trial(budget, used, float(bins.num_samples.mean()))
+
+        best = max(map(trial, BUDGET_SLACKS), key=lambda tried: tried.used)
+        if best.samples >= ENOUGH * samples_per_bin:
+            return best.budget
+        return min([best, *map(trial, WIDE_SLACKS)], key=lambda tried: abs(tried.samples - samples_per_bin)).budget
 
     def _bins(self, samples_N: IntArray, costs_N: FloatArray, images_N: IntArray, budget: float) -> Bins:
         limits = Limits(max(budget, 1), self._max_samples, self._max_images)
         return self._pack(samples_N, costs_N, images_N, limits, **self._options)
-
-    def _fullness(self, costs_N: FloatArray, images_N: IntArray, budget: float) -> float:
-        """Share of the budget that is used, the last bin apart; 0 where a sample does not fit."""
-        if costs_N.max() > budget:
-            return 0.0
-        bins = self._bins(np.arange(costs_N.size), costs_N, images_N, budget)
-        return float(bins.sums(costs_N)[:-1].sum()) / (budget * max(1, len(bins) - 1))
 
 
 def _cost_model(cost: str | Mapping[str, float]) -> CostModel:

@@ -168,9 +168,12 @@ class Composition:
 
     def describe(self) -> dict[str, Any]:
         """For the manifest."""
+        shapes = getattr(self._composer, "shapes", ())
         return {
-            "mean_tokens": float(self.sizes.tokens.mean()),
-            "mean_images": float(self.sizes.images_N.mean()),
+            "tokens_a_sample": float(self.sizes.tokens.mean()),
+            "images_a_sample": float(self.sizes.images_N.mean()),
+            **self.stream.describe(),
+            **({"shapes": [asdict(shape) for shape in shapes]} if shapes else {}),
             "cost_models": [asdict(entry) for entry in self.stream.cost_models],
             "schedule": "by samples",
         }
