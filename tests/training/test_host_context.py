@@ -8,7 +8,12 @@ import pytest
 from embodix.schema.compose import compose
 from embodix.training.host_context import required_patches
 
-GROOT = {"lerobot_groot_runs", "lerobot_groot_strict_load", "lerobot_groot_samples"}
+GROOT = {
+    "lerobot_groot_runs",
+    "lerobot_groot_strict_load",
+    "lerobot_groot_action_queue",
+    "lerobot_groot_samples",
+}
 
 
 def _patches(*overrides: str) -> dict[str, dict[str, object]]:
