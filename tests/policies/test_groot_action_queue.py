@@ -16,9 +16,9 @@ from embodix.testing.groot import random_batch, small_groot
 
 @pytest.fixture
 def case():
-    """A policy that plays 8 of 16 actions, a batch, and the chunk predicted for it."""
+    """A policy that plays 8 of 16 actions, a batch without padding, and the chunk predicted for it."""
     policy = small_groot(n_action_steps=8)
-    batch = random_batch(policy, [4, 6], [1, 2])
+    batch = random_batch(policy, [6, 6], [2, 2])
     torch.manual_seed(0)
     return policy, batch, policy.predict_action_chunk(batch)
 
