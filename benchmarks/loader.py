@@ -167,7 +167,9 @@ def measure(folder: Path, image_size: int, repetitions: int, say: Callable[[Any]
                 # Workers take a tenth of a second to start: enough samples for that to be small beside them.
                 usual, few = (400, 64) if num_workers else (240, 24)
                 num_samples = {"upstream": few if slow else usual, "embodix": usual}
-                rows.append(compare(root, chunk, num_workers, num_samples, repetitions))
+                # Short measurements are disturbed most by what else runs: more of them.
+                count = repetitions if num_workers or slow else 3 * repetitions
+                rows.append(compare(root, chunk, num_workers, num_samples, count))
                 say(rows[-1])
     tasks = tuple(f"reach for the object number {number}" for number in range(16))
     files = write_dataset(
@@ -189,7 +191,7 @@ def measure(folder: Path, image_size: int, repetitions: int, say: Callable[[Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--image-size", type=int, default=64)
-    parser.add_argument("--repetitions", type=int, default=4)
+    parser.add_argument("--repetitions", type=int, default=4, help="of each row; three times as many of short ones")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--allow-dirty", action="store_true", help="measure uncommitted code; marks the result")
