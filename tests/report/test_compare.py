@@ -90,16 +90,15 @@ def test_the_same_function_may_drift_but_not_differ_at_the_first_step(tmp_path):
 REFERENCE_CHECK = {
     "reference": "upstream run one sample at a time",
     "cause": "it attends to the padding of shorter prompts",
-    "fast_loss": 1.0,
-    "reference_loss": 1.0,
-    "host_batch_loss": 1.004,
+    "fast_difference": 0.0,
+    "host_batch_difference": 4e-3,
 }
 
 
 def test_where_upstreams_batch_is_wrong_the_reference_decides(tmp_path):
     base = read_run(write_run(tmp_path / "upstream", "upstream"))
     right = read_run(write_run(tmp_path / "a", "right", first_loss_shift=4e-3, reference_check=REFERENCE_CHECK))
-    wrong_check = {**REFERENCE_CHECK, "fast_loss": 1.001}
+    wrong_check = {**REFERENCE_CHECK, "fast_difference": 1e-3}
     wrong = read_run(write_run(tmp_path / "b", "wrong", first_loss_shift=4e-3, reference_check=wrong_check))
     report = compare_runs([base, right, wrong])
     assert [pair.same_function for pair in report.pairs] == [True, False]

@@ -114,21 +114,19 @@ class Installation(Protocol):
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """Losses of one batch, with the same weights, noise and times, where upstream's own batch is not the reference.
+    """Relative loss differences where upstream's own batch is not the reference, on one batch of the run.
 
     Attributes:
         reference: the reference in words.
         cause: why upstream's own batch differs from it, one clause.
-        fast_loss: of the fast path.
-        reference_loss: of the reference.
-        host_batch_loss: of upstream's own batch.
+        fast_difference: of the fast path from the reference.
+        host_batch_difference: of upstream's own batch from it.
     """
 
     reference: str
     cause: str
-    fast_loss: float
-    reference_loss: float
-    host_batch_loss: float
+    fast_difference: float
+    host_batch_difference: float
 
 
 @runtime_checkable

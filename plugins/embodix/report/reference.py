@@ -34,11 +34,9 @@ class ReferenceDifference:
         """Read a manifest's ``reference_check``."""
         if recorded is None:
             return None
-        losses = {name: float(recorded[f"{name}_loss"]) for name in ("fast", "host_batch", "reference")}
-        scale = abs(losses["reference"])
         return cls(
             reference=str(recorded["reference"]),
             cause=str(recorded["cause"]),
-            variant=abs(losses["fast"] - losses["reference"]) / scale,
-            host_batch=abs(losses["host_batch"] - losses["reference"]) / scale,
+            variant=float(recorded["fast_difference"]),
+            host_batch=float(recorded["host_batch_difference"]),
         )

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from embodix.policies.groot_n15.reference import samples_of
 from embodix.policies.groot_n15.training import draw_noise_and_time
 from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.settings import FastPathSettings
@@ -32,21 +33,6 @@ def strengthen(policy: Any) -> Any:
         if parameter.ndim > 1:
             parameter.mul_(10.0 if any(part in name for part in EMBEDDINGS) else 3.0)
     return policy
-
-
-def samples_of(policy: Any, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Each sample as a batch of its own, without padding and with its own images."""
-    eagle = policy._groot_model.backbone.eagle_model
-    num_images = (batch["eagle_input_ids"] == eagle.image_token_index).sum(dim=1) // eagle.num_image_token
-    images = {key: batch[key].split(num_images.tolist()) for key in ("eagle_pixel_values", "eagle_image_sizes")}
-    samples = []
-    for index, mask in enumerate(batch["eagle_attention_mask"].bool()):
-        sample = {key: value[index : index + 1] for key, value in batch.items() if key not in images}
-        for key in ("eagle_input_ids", "eagle_attention_mask"):
-            sample[key] = batch[key][index][mask][None]
-        sample.update({key: parts[index] for key, parts in images.items()})
-        samples.append(sample)
-    return samples
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +45,13 @@ def padding_effect(policy: Any, batch: Mapping[str, Any], seed: int = 0) -> Padd
     Dropout is off meanwhile: padding would draw from the random stream, and the noise would differ.
     """
     fast_path = GrootFastPath(policy, FastPathSettings(PaddingFreePacker(), SegmentSdpa()))
-    training = {module: module.training for module in policy.modules()}
     calls = {"upstream": lambda given: type(policy).forward(policy, given), "valid": fast_path.forward}
     losses: dict[str, float] = {}
-    policy.eval()
-    try:
+    with dropout_off(policy):
         for name, forward in calls.items():
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 losses[name] = float(forward(dict(batch))[0])
-    finally:
-        for module, mode in training.items():
-            module.training = mode
     mask = batch["eagle_attention_mask"].bool()
     num_tokens = int(mask.sum())
     return PaddingEffect(
@@ -64,3 +60,15 @@ def padding_effect(policy: Any, batch: Mapping[str, Any], seed: int = 0) -> Padd
         num_padding=mask.numel() - num_tokens,
         num_tokens=num_tokens,
     )
+
+
+@contextmanager
+def dropout_off(policy: Any) -> Iterator[None]:
+    """Evaluation mode for the duration of a block, then each module's own mode again."""
+    training = {module: module.training for module in policy.modules()}
+    policy.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

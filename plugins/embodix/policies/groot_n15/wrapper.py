@@ -12,9 +12,10 @@ from embodix.packing.layout import ShapePadder
 from embodix.packing.sizes import SampleSizes
 from embodix.patching import version_problem
 from embodix.policies.groot_n15.fast_path import GrootFastPath
+from embodix.policies.groot_n15.reference import check_reference
 from embodix.policies.groot_n15.sample_sizes import sample_sizes
 from embodix.policies.sample_sizes import SizedDataset
-from embodix.policies.settings import FastPathSettings, TokenCounts
+from embodix.policies.settings import FastPathSettings, ReferenceCheck, TokenCounts
 from embodix.policies.vision_attention import align_vision_attention
 
 REPLACED_METHODS = ("forward", "predict_action_chunk")
@@ -55,6 +56,10 @@ class GrootInstallation:
             **self.fast_path.settings.describe(),
             "replaced": list(REPLACED_METHODS),
         }
+
+    def check_reference(self, batch: Mapping[str, Any]) -> ReferenceCheck:
+        """Compare with upstream run one sample at a time."""
+        return check_reference(self._policy, batch, self.fast_path.settings)
 
 
 class GrootN15Wrapper:
