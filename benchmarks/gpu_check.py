@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that needs a CUDA device, in one run of a few minutes.
 
-1. Every CUDA attention backend against dense fp32 attention (outputs and gradients) at the head sizes of π0.5, SigLIP
-   and Qwen3, with its time for one π0.5 layer.
+1. Every CUDA attention backend against dense fp32 attention (outputs and gradients) at the head sizes of π0.5,
+   Qwen3, SigLIP and GR00T's DiT, with its time for one π0.5 layer.
 2. π0.5 and GR00T-N1.5 in bf16, reduced and real size, packed against upstream: loss, gradients and time of forward +
    backward, and peak memory. GR00T's prompts have one length, since upstream attends to the padding of shorter ones.
 
@@ -48,7 +48,7 @@ BACKENDS: tuple[Callable[[], AttentionBackend], ...] = (
     SegmentSdpa,
 )
 PROMPT_LENGTHS = (45, 52, 58, 65)
-HEAD_DIMS = (256, 128, 72)
+HEAD_DIMS = (256, 128, 72, 48)
 TIME_LIMIT_SECONDS = 420
 REDUCED = {
     "vision": {
