@@ -204,8 +204,7 @@ def main() -> None:
         "title": "Loading on a CPU: images and videos, single actions and chunks",
         "what": f"Samples a CPU second of one torch DataLoader (batches of {BATCH_SIZE}, this process and its workers "
         f"counted, {options.threads} thread), recorded MetaWorld frames of {options.image_size} pixels, two cameras, "
-        "video decoded by torchcodec. embodix: reads=columns, which is upstream's own reading where there are no "
-        "chunks. Ratio: median of alternating repetitions.",
+        "video decoded by torchcodec. embodix: reads=columns. Ratio: median of alternating repetitions.",
         **measured,
     }
     for path in write_benchmark(options.output / "loader", result, options.allow_dirty):

@@ -12,7 +12,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from PIL import PngImagePlugin
 
 from embodix.data import column_reads
-from embodix.data.column_reads import read_columns
+from embodix.data.column_reads import EpisodeRows, read_columns
 from embodix.patching import patched
 
 FRONT = "observation.images.front"
@@ -83,6 +83,14 @@ def test_one_data_set_alone_may_read_columns(recorded):
     read_columns(narrow)
     assert_equal(narrow[0], plain[0])
     assert narrow.reader in column_reads._known and plain.reader not in column_reads._known
+
+
+def test_episode_rows_are_the_tables(demonstrations):
+    table = load(demonstrations, CHUNKS["actions"]).meta.episodes
+    rows = EpisodeRows(table)
+    assert [rows[index] for index in (0, 3, 0, -1)] == [table[index] for index in (0, 3, 0, -1)]
+    assert rows["dataset_from_index"][:] == table["dataset_from_index"][:] and len(rows) == len(table) == 4
+    assert rows.column_names == table.column_names and rows[1] is rows[1]
 
 
 def test_a_data_set_can_be_sent_to_a_spawned_worker(recorded):

@@ -2,7 +2,8 @@
 """Action chunks read from their own column, without decoding the images of the same rows.
 
 Upstream reads n whole rows for a chunk of n actions. Here the queried column alone is read: as a view of the memory
-map where it holds plain numbers, through upstream's own transform otherwise.
+map where it holds plain numbers, through upstream's own transform otherwise. The row of the sample's episode, which
+upstream reads anew for each camera, is kept.
 """
 
 from __future__ import annotations
@@ -143,9 +144,34 @@ def _episode_bounds(reader: DatasetReader, ep_idx: int) -> tuple[int, int]:
     return bounds[ep_idx]
 
 
+class EpisodeRows:
+    """The episode table with the rows read last at hand: upstream reads a sample's row once for each camera and more.
+
+    Columns, slices and everything else are the table's.
+    """
+
+    def __init__(self, table: datasets.Dataset) -> None:
+        self._table = table
+        self._row = functools.lru_cache(maxsize=4096)(table.__getitem__)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._row(key) if isinstance(key, int) else self._table[key]
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (EpisodeRows, (self._table,))
+
+
 def read_columns(dataset: Any) -> None:
     """Make one data set read its chunks from their columns; others keep upstream's reading."""
     reader = dataset.reader
+    if not isinstance(dataset.meta.episodes, EpisodeRows):
+        dataset.meta.episodes = EpisodeRows(dataset.meta.episodes)
     # A bound method of a class that does not have it could not be sent to a spawned worker; a partial can.
     reader._query_hf_dataset = functools.partial(query_columns, reader)
     reader._get_query_indices = functools.partial(chunk_indices, reader)
