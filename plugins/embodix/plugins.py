@@ -12,8 +12,9 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +94,25 @@ class PluginRegistry:
                 f"{registration.target}: {type(error).__name__}: {error}. "
                 "Install what it needs, or choose another with its Hydra group."
             ) from error
+
+    def build(self, kind: str, name: str, options: Mapping[str, Any]) -> Any:
+        """An instance of the implementation called ``name`` with a config's options.
+
+        Raises:
+            PluginError: unknown name, a target that cannot be imported, or an option that it does not take.
+        """
+        implementation = self.resolve(kind, name)
+        parameters = inspect.signature(implementation).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        unknown = [option for option in options if option not in parameters]
+        if unknown and not takes_any:
+            near = difflib.get_close_matches(unknown[0], parameters, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise PluginError(
+                f"{_singular(kind)} {name!r} has no option {', '.join(map(repr, unknown))}.{hint} "
+                f"Options: {', '.join(parameters) or 'none'}."
+            )
+        return implementation(**options)
 
     def resolve_all(self, kind: str) -> dict[str, Any]:
         """Import every implementation of a kind, by name."""
@@ -197,3 +217,8 @@ def registry() -> PluginRegistry:
 def resolve(kind: str, name: str) -> Any:
     """Import and return the implementation ``name`` of ``kind`` from the process-wide registry."""
     return registry().resolve(kind, name)
+
+
+def build(kind: str, name: str, options: Mapping[str, Any]) -> Any:
+    """An instance of the implementation ``name`` of ``kind`` from the process-wide registry."""
+    return registry().build(kind, name, options)

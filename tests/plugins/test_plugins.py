@@ -162,6 +162,17 @@ def test_a_target_that_cannot_be_imported_says_what_and_where(make_plugin, targe
         registry.resolve("runners", "mine")
 
 
+def test_an_option_that_does_not_exist_is_named_with_the_nearest():
+    packer = plugins.build("packers", "token_budget", {"budget": 1000})
+    assert packer.name == "token_budget"
+    with pytest.raises(
+        PluginError, match=r"'token_budget' has no option 'budgett'\. Did you mean 'budget'\? Options: "
+    ):
+        plugins.build("packers", "token_budget", {"budgett": 1000})
+    with pytest.raises(PluginError, match=r"'padding_free' has no option 'budget'\. Options: none"):
+        plugins.build("packers", "padding_free", {"budget": 1000})
+
+
 @pytest.mark.parametrize("kind", [kind.removeprefix("register_") for kind in hookspecs.hook_names()])
 def test_everything_embodix_registers_can_be_imported(kind):
     registry = plugins.registry()

@@ -116,7 +116,7 @@ def install_features(
             head_dim=wrapper.head_dim(policy),
             candidates=_attention_candidates(selection.attention),
         )
-    packer = plugins.resolve("packers", selection.packing.name)(**selection.packing.options)
+    packer = plugins.build("packers", selection.packing.name, selection.packing.options)
     composer = packer if isinstance(packer, BatchComposer) else None
     step_count = StepCount() if composer is not None else None
     settings = FastPathSettings(
@@ -142,7 +142,7 @@ def _attention_candidates(choice: NamedChoice) -> dict[str, Callable[[], Any]]:
 
 
 def _constructor(name: str, options: dict[str, Any]) -> Callable[[], Any]:
-    return lambda: plugins.resolve("attention_backends", name)(**options)
+    return lambda: plugins.build("attention_backends", name, options)
 
 
 def _attention_dtype(policy: PreTrainedPolicy, accelerator: Accelerator) -> torch.dtype:
