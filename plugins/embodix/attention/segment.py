@@ -22,6 +22,7 @@ class SegmentGemm:
     """Two GEMMs and a softmax a segment, grouped heads folded into query rows. Made for CPUs."""
 
     name = "segment_gemm"
+    _attention: type[torch.autograd.Function] = FoldedGemmAttention
 
     def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type not in ("cpu", "meta"):
@@ -41,7 +42,7 @@ class SegmentGemm:
         require_packed(q_NHD, k_MGD, v_MGD, segments)
         scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
         lengths = (segments.lengths_q, segments.lengths_k)
-        out_NHD: Tensor = FoldedGemmAttention.apply(q_NHD, k_MGD, v_MGD, lengths, causal, scale)
+        out_NHD: Tensor = self._attention.apply(q_NHD, k_MGD, v_MGD, lengths, causal, scale)
         return out_NHD
 
 
@@ -49,26 +50,11 @@ class SegmentTransposed(SegmentGemm):
     """fp32 GEMMs on transposed rows, causal blocks that meet visible keys only. A part of ``SegmentAuto``."""
 
     name = "segment_transposed"
+    _attention = TransposedGemmAttention
 
     def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         problem = super().probe(device, dtype, head_dim)
         return problem or (None if dtype == torch.float32 else f"computes in float32 only, got {dtype}")
-
-    def __call__(
-        self,
-        q_NHD: Tensor,
-        k_MGD: Tensor,
-        v_MGD: Tensor,
-        segments: Segments,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-    ) -> Tensor:
-        require_packed(q_NHD, k_MGD, v_MGD, segments)
-        scale = q_NHD.shape[-1] ** -0.5 if scale is None else scale
-        lengths = (segments.lengths_q, segments.lengths_k)
-        out_NHD: Tensor = TransposedGemmAttention.apply(q_NHD, k_MGD, v_MGD, lengths, causal, scale)
-        return out_NHD
 
 
 class SegmentSdpa:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from embodix.data.preprocessing import CAMERA_PAD_KEY
 from embodix.packing.sizes import IntArray, SampleSizes
 
-CAMERA_PAD_KEY = "camera_is_pad"
 Preprocessor = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 

@@ -18,7 +18,7 @@ from embodix.data.mixture_spec import is_mixture
 from embodix.packing.composer import BatchComposer
 from embodix.policies.settings import FastPathSettings, Installation
 from embodix.schema.train import NamedChoice
-from embodix.training.step_forward import StepCount
+from embodix.training.step_forward import StepCount, over_ranks
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,7 @@ def _attention_dtype(policy: PreTrainedPolicy, accelerator: Accelerator) -> torc
 def _mean_over_ranks(accelerator: Accelerator) -> Callable[[torch.Tensor], torch.Tensor] | None:
     if accelerator.num_processes == 1:
         return None
-
-    def mean(count: torch.Tensor) -> torch.Tensor:
-        reduced = accelerator.reduce(count, reduction="mean")
-        assert isinstance(reduced, torch.Tensor)
-        return reduced
-
-    return mean
+    return lambda count: over_ranks(count, accelerator, "mean")
 
 
 def _named_choice(node: Any) -> NamedChoice:

@@ -29,7 +29,7 @@ class StepCount:
 
     def begin(self, own_count: int, accelerator: Accelerator) -> None:
         """Set the count of a step from what this rank's micro-batches hold."""
-        self._mean = _over_ranks(torch.tensor(float(own_count), dtype=torch.float64), accelerator, "mean").float()
+        self._mean = over_ranks(torch.tensor(float(own_count), dtype=torch.float64), accelerator, "mean").float()
 
     def __call__(self, batch_count: Tensor) -> Tensor:
         """The step's count, in place of one batch's."""
@@ -94,7 +94,7 @@ class StepForward:
             losses, logged, counts = [*losses, loss.detach()], [*logged, own], [*counts, self._counts()]
         last, own = self._timed_forward(parts[-1])
         losses, logged, counts = [*losses, last.detach()], [*logged, own], [*counts, self._counts()]
-        value = _over_ranks(torch.stack(losses).sum(), self._accelerator, "mean")
+        value = over_ranks(torch.stack(losses).sum(), self._accelerator, "mean")
         self.token_counts = self._total(counts)
         return _WithValue.apply(last, value), _merged(logged, elements, float(value))
 
@@ -123,7 +123,7 @@ class StepForward:
 
     def _total(self, counts: Sequence[TokenCounts]) -> TokenCounts:
         rows = torch.tensor([dataclasses.astuple(count) for count in counts], dtype=torch.int64)
-        return TokenCounts(*_over_ranks(rows.sum(dim=0), self._accelerator, "sum").tolist())
+        return TokenCounts(*over_ranks(rows.sum(dim=0), self._accelerator, "sum").tolist())
 
 
 class _WithValue(torch.autograd.Function):
@@ -138,7 +138,8 @@ class _WithValue(torch.autograd.Function):
         return gradient, None
 
 
-def _over_ranks(value: Tensor, accelerator: Accelerator, reduction: str) -> Tensor:
+def over_ranks(value: Tensor, accelerator: Accelerator, reduction: str) -> Tensor:
+    """The mean or sum of a value over all ranks."""
     if accelerator.num_processes == 1:
         return value
     reduced = accelerator.reduce(value.to(accelerator.device), reduction=reduction)

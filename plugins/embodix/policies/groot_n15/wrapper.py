@@ -10,52 +10,26 @@ from torch import nn
 
 from embodix.packing.layout import ShapePadder
 from embodix.packing.sizes import SampleSizes
-from embodix.patching import version_problem
 from embodix.policies.groot_n15.fast_path import GrootFastPath
 from embodix.policies.groot_n15.reference import check_reference
 from embodix.policies.groot_n15.sample_sizes import sample_sizes
+from embodix.policies.installation import (
+    MethodInstallation,
+    require_own_methods,
+    require_policy_class,
+    require_supported,
+)
 from embodix.policies.sample_sizes import SizedDataset
-from embodix.policies.settings import FastPathSettings, ReferenceCheck, TokenCounts
-from embodix.policies.vision_attention import align_vision_attention
-
-REPLACED_METHODS = ("forward", "predict_action_chunk")
+from embodix.policies.settings import FastPathSettings, ReferenceCheck
 
 
-class GrootInstallation:
+class GrootInstallation(MethodInstallation):
     """The fast path in place on one policy."""
 
     def __init__(self, policy: nn.Module, fast_path: GrootFastPath) -> None:
-        self._policy = policy
-        self.fast_path = fast_path
-        for name in REPLACED_METHODS:
-            setattr(policy, name, getattr(fast_path, name))
-        upstream_attention = fast_path.settings.attention is None
         tower = fast_path.policy._groot_model.backbone.eagle_model.vision_model
-        self._undo_vision = (lambda: None) if upstream_attention else align_vision_attention(tower)
-
-    @property
-    def token_counts(self) -> TokenCounts | None:
-        """Counts of the last training step, None before the first."""
-        return self.fast_path.token_counts
-
-    def action_elements(self, batch: Mapping[str, Any]) -> int:
-        """Elements that the loss of this batch is a mean over, flow samples included."""
-        return self.fast_path.action_elements(batch)
-
-    def uninstall(self) -> None:
-        """Put upstream's methods back; a second call does nothing."""
-        for name in REPLACED_METHODS:
-            if getattr(self._policy.__dict__.get(name), "__self__", None) is self.fast_path:
-                delattr(self._policy, name)
-        self._undo_vision()
-
-    def describe(self) -> dict[str, Any]:
-        """What is installed, for reports."""
-        return {
-            "policy": GrootN15Wrapper.policy_type,
-            **self.fast_path.settings.describe(),
-            "replaced": list(REPLACED_METHODS),
-        }
+        super().__init__(policy, fast_path, GrootN15Wrapper.policy_type, tower)
+        self.fast_path = fast_path
 
     def check_reference(self, batch: Mapping[str, Any]) -> ReferenceCheck:
         """Compare with upstream run one sample at a time."""
@@ -78,10 +52,7 @@ class GrootN15Wrapper:
             ValueError: lerobot out of range, another policy type, a config that the packed computation does not cover,
                 a packer for fixed shapes, or already installed.
         """
-        for distribution, wanted in self.supported.items():
-            problem = version_problem(distribution, wanted)
-            if problem:
-                raise ValueError(f"The fast path of {self.policy_type} follows one upstream version: {problem}.")
+        require_supported(self.policy_type, self.supported)
         self._require_policy(policy)
         if isinstance(settings.packer, ShapePadder):
             raise ValueError(
@@ -103,15 +74,8 @@ class GrootN15Wrapper:
     def _require_policy(self, policy: Any) -> None:
         from lerobot.policies.groot.modeling_groot import GrootPolicy
 
-        if not isinstance(policy, GrootPolicy):
-            found = getattr(policy, "name", None) or type(policy).__name__
-            raise ValueError(
-                f"The fast path of {self.policy_type} takes lerobot's GrootPolicy; got {found!r} "
-                f"({type(policy).__module__}.{type(policy).__qualname__}). Choose the wrapper of that policy, and "
-                "install before wrapping it in DDP or PEFT."
-            )
-        if any(name in policy.__dict__ for name in REPLACED_METHODS):
-            raise ValueError("This policy already has replaced methods; uninstall them first.")
+        require_policy_class(policy, self.policy_type, GrootPolicy)
+        require_own_methods(policy)
         problems = list(_uncovered(policy._groot_model))
         if problems:
             raise ValueError(

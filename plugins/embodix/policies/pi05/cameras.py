@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embodix.data.preprocessing import CAMERA_PAD_KEY
 from embodix.policies.batch_keys import nearest
 
-CAMERA_PAD_KEY = "camera_is_pad"
 IMAGE_PREFIX = "observation.image"
 
 

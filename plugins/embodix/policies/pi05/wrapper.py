@@ -9,54 +9,30 @@ from typing import Any
 from torch import nn
 
 from embodix.packing.sizes import SampleSizes
-from embodix.patching import version_problem
+from embodix.policies.installation import (
+    MethodInstallation,
+    require_own_methods,
+    require_policy_class,
+    require_supported,
+)
 from embodix.policies.pi05.fast_path import Pi05FastPath
 from embodix.policies.pi05.sample_sizes import sample_sizes
 from embodix.policies.sample_sizes import SizedDataset
-from embodix.policies.settings import FastPathSettings, TokenCounts
-from embodix.policies.vision_attention import align_vision_attention
-
-REPLACED_METHODS = ("forward", "predict_action_chunk")
+from embodix.policies.settings import FastPathSettings
 
 
-class Pi05Installation:
+class Pi05Installation(MethodInstallation):
     """The fast path in place on one policy."""
 
     def __init__(self, policy: nn.Module, fast_path: Pi05FastPath) -> None:
-        self._policy = policy
-        self.fast_path = fast_path
-        for name in REPLACED_METHODS:
-            setattr(policy, name, getattr(fast_path, name))
-        upstream_attention = fast_path.settings.attention is None
         tower = fast_path.policy.model.paligemma_with_expert.paligemma.model.vision_tower
-        self._undo_vision = (lambda: None) if upstream_attention else align_vision_attention(tower)
-
-    @property
-    def token_counts(self) -> TokenCounts | None:
-        """Counts of the last training step, None before the first."""
-        return self.fast_path.token_counts
-
-    def action_elements(self, batch: Mapping[str, Any]) -> int:
-        """Elements that the loss of this batch is a mean over, flow samples included."""
-        return self.fast_path.action_elements(batch)
-
-    def uninstall(self) -> None:
-        """Put upstream's methods back; a second call does nothing."""
-        for name in REPLACED_METHODS:
-            if getattr(self._policy.__dict__.get(name), "__self__", None) is self.fast_path:
-                delattr(self._policy, name)
-        self._undo_vision()
+        super().__init__(policy, fast_path, Pi05Wrapper.policy_type, tower)
+        self.fast_path = fast_path
 
     def describe(self) -> dict[str, Any]:
         """What is installed, for reports."""
-        return {
-            "policy": Pi05Wrapper.policy_type,
-            **self.fast_path.settings.describe(),
-            "replaced": list(REPLACED_METHODS),
-            "gradient_checkpointing": (
-                "one level a layer" if self.fast_path.policy.model.gradient_checkpointing_enabled else "off"
-            ),
-        }
+        enabled = self.fast_path.policy.model.gradient_checkpointing_enabled
+        return {**super().describe(), "gradient_checkpointing": "one level a layer" if enabled else "off"}
 
 
 class Pi05Wrapper:
@@ -71,10 +47,7 @@ class Pi05Wrapper:
         Raises:
             ValueError: lerobot out of range, another policy type, ``compile_model``, or already installed.
         """
-        for distribution, wanted in self.supported.items():
-            problem = version_problem(distribution, wanted)
-            if problem:
-                raise ValueError(f"The fast path of {self.policy_type} follows one upstream version: {problem}.")
+        require_supported(self.policy_type, self.supported)
         self._require_policy(policy)
         return Pi05Installation(policy, Pi05FastPath(policy, settings))
 
@@ -91,17 +64,10 @@ class Pi05Wrapper:
     def _require_policy(self, policy: Any) -> None:
         from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 
-        if not isinstance(policy, PI05Policy):
-            found = getattr(policy, "name", None) or type(policy).__name__
-            raise ValueError(
-                f"The fast path of {self.policy_type} takes lerobot's PI05Policy; got {found!r} "
-                f"({type(policy).__module__}.{type(policy).__qualname__}). Choose the wrapper of that policy, and "
-                "install before wrapping it in DDP or PEFT."
-            )
+        require_policy_class(policy, self.policy_type, PI05Policy)
         if policy.config.compile_model:
             raise ValueError(
                 "compile_model=true compiles upstream's dense forward, which the fast path replaces. "
                 "Set policy.compile_model=false, or put packing, attention and vision_tokens back to upstream."
             )
-        if any(name in policy.__dict__ for name in REPLACED_METHODS):
-            raise ValueError("This policy already has replaced methods; uninstall them first.")
+        require_own_methods(policy)
