@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One gloo rank of a short π0.5 training: ``pi05_ddp_rank.py RANK PORT`` prints losses by variant."""
+"""One gloo rank of a short training: ``ddp_rank.py POLICY RANK PORT`` prints losses by variant."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import sys
 
 import torch
 import torch.distributed as dist
+from ddp_case import CASES
 from torch.nn.parallel import DistributedDataParallel
 
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.testing.pi05 import random_batch, small_pi05
 
 
 def mean_count(count):
@@ -23,17 +22,16 @@ def mean_count(count):
     return count / dist.get_world_size()
 
 
-def train(rank, variant):
-    policy = small_pi05(empty_cameras=1)
+def train(case, rank, variant):
+    policy = case.build()
     if variant != "upstream":
         settings = FastPathSettings(PaddingFreePacker(), SegmentAuto(), action_pad=variant, reduce_count=mean_count)
-        Pi05Wrapper().install(policy, settings)
+        case.wrapper().install(policy, settings)
     parallel = DistributedDataParallel(policy, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     losses = []
     for step in range(3):
-        batch = random_batch(policy, [3, 8], seed=2 * step + rank)
-        batch["action_is_pad"][:, 2 if rank else 5 :] = True
+        batch = case.batch(policy, rank, 2 * step + rank)
         torch.manual_seed(step)
         loss, _ = parallel(batch)
         loss.backward()
@@ -43,13 +41,13 @@ def train(rank, variant):
     return losses
 
 
-def main(rank, port):
+def main(case, rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    print("LOSSES", json.dumps({variant: train(rank, variant) for variant in ("upstream", "host", "mask")}))
+    print("LOSSES", json.dumps({variant: train(case, rank, variant) for variant in ("upstream", "host", "mask")}))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(CASES[sys.argv[1]], int(sys.argv[2]), sys.argv[3])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two gloo ranks under DDP: the packed GR00T gives upstream's losses, and masked losses are normalised globally."""
+"""Two gloo ranks under DDP: the packed policies give upstream's losses, and masked losses are normalised globally."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from ddp_case import CASES
 
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.testing.groot import random_batch, small_groot
 
-RANK_SCRIPT = Path(__file__).with_name("groot_ddp_rank.py")
+RANK_SCRIPT = Path(__file__).with_name("ddp_rank.py")
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def policy_type(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def losses_of_two_ranks():
+def losses_of_two_ranks(policy_type):
     """Losses by variant, one mapping a rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANK_SCRIPT), str(rank), str(port)],
+            [sys.executable, str(RANK_SCRIPT), policy_type, str(rank), str(port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -54,15 +58,15 @@ def test_two_ranks_equal_upstreams_two_ranks(losses_of_two_ranks):
 
 
 @pytest.mark.slow
-def test_masked_losses_of_two_ranks_average_to_the_global_mean(losses_of_two_ranks):
+def test_masked_losses_of_two_ranks_average_to_the_global_mean(policy_type, losses_of_two_ranks):
+    case = CASES[policy_type]
     first, second = (rank["mask"] for rank in losses_of_two_ranks)
-    policy = small_groot(tune_llm=True, tune_visual=True)
+    policy = case.build()
     settings = FastPathSettings(PaddingFreePacker(), SegmentAuto(), action_pad="mask")
-    GrootN15Wrapper().install(policy, settings)
+    case.wrapper().install(policy, settings)
     total, num_steps = 0.0, 0
     for rank in (0, 1):
-        batch = random_batch(policy, [5, 5], [2, 2], seed=rank)
-        batch["action_is_pad"] = (torch.arange(16) >= (4 if rank else 11)).expand(2, -1)
+        batch = case.batch(policy, rank, rank)
         torch.manual_seed(0)
         loss, _ = policy(batch)
         count = int((~batch["action_is_pad"]).sum())
