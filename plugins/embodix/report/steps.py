@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one training step leaves behind: loss, times by phase and token counts, one JSON line a step.
 
-A run that is killed may leave half a line at the end of its file. Reading drops it, appending cuts it off first,
-so a resumed run continues the same file. A step that is trained again after a resume replaces its first record.
+A step that is trained again after a resume replaces its first record.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from embodix.report.json_lines import append_line, read_lines
 
 PHASES = ("data_wait", "preprocess", "forward", "backward", "optimizer")
 
@@ -75,12 +76,7 @@ class StepRecord:
 
 def append_step(path: Path | str, record: StepRecord) -> None:
     """Add one record to the end of a step file, creating it (and its folder) if needed."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(dataclasses.asdict(record), separators=(",", ":")) + "\n"
-    with path.open("a+b") as file:
-        _mend_tail(file)
-        file.write(line.encode())
+    append_line(path, dataclasses.asdict(record), _decode)
 
 
 def read_steps(path: Path | str) -> list[StepRecord]:
@@ -96,22 +92,7 @@ def read_steps(path: Path | str) -> list[StepRecord]:
             f"No step records at {path}. `lerobot train` writes steps.jsonl into its output_dir; "
             "give the folder of a run that trained at least one step."
         )
-    lines = path.read_bytes().split(b"\n")
-    last = len(lines) - 1  # empty when the file ends in a newline
-    by_step: dict[int, StepRecord] = {}
-    for number, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            record = _decode(line)
-        except (ValueError, KeyError, TypeError) as error:
-            if number == last:
-                break  # the tail of a killed run
-            raise ValueError(
-                f"{path}, line {number + 1} is not a step record ({type(error).__name__}: {error}). "
-                "Only the last line of a killed run may be incomplete; remove the line, or compare another run."
-            ) from error
-        by_step[record.step] = record
+    by_step = {record.step: record for record in read_lines(path, _decode, "a step record")}
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -119,22 +100,3 @@ def _decode(line: bytes) -> StepRecord:
     fields: Mapping[str, Any] = json.loads(line)
     tokens = fields.get("tokens")
     return StepRecord(**{**fields, "tokens": None if tokens is None else TokenRecord(**tokens)})
-
-
-def _mend_tail(file: Any) -> None:
-    """Make an open step file end in a newline: complete a whole last record, cut off a partial one."""
-    content_end = file.seek(0, 2)
-    if content_end == 0:
-        return
-    file.seek(content_end - 1)
-    if file.read(1) == b"\n":
-        return
-    file.seek(0)
-    content = file.read()
-    line_start = content.rfind(b"\n") + 1
-    try:
-        _decode(content[line_start:])
-    except (ValueError, KeyError, TypeError):
-        file.truncate(line_start)
-    else:
-        file.write(b"\n")
