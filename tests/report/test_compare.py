@@ -12,7 +12,7 @@ from run_folders import write_run
 
 from embodix.report.compare import SpeedBound, compare_runs, relative_difference
 from embodix.report.runs import read_run, read_variants
-from embodix.report.statistics import mcnemar_p_value, quantile, wilson_interval
+from embodix.report.statistics import mcnemar_p_value, paired_difference_interval, quantile, wilson_interval
 from embodix.report.steps import append_step, read_steps
 from embodix.report.table import _rows
 from embodix.report.wording import percent, verdict_line, verdicts, what_was_run
@@ -231,3 +231,21 @@ def test_statistics_match_known_values():
 def test_wilson_interval_refuses_nonsense():
     with pytest.raises(ValueError, match="got 3 of 2"):
         wilson_interval(3, 2)
+
+
+def test_the_interval_of_a_paired_difference_matches_published_values():
+    """Fagerland, Lydersen and Laake, Statistical Analysis of Contingency Tables (2017), chapter 8."""
+    assert paired_difference_interval(1, 7, 21) == pytest.approx((-0.517, -0.026), abs=5e-4)  # Bentur et al. 2009
+    assert paired_difference_interval(6, 16, 161) == pytest.approx((-0.1240, -0.0054), abs=5e-5)  # Cavo et al. 2012
+
+
+def test_the_interval_of_a_paired_difference_is_sound_at_the_edges():
+    low, high = paired_difference_interval(0, 0, 10)
+    assert -low == high == pytest.approx(1.96**2 / (10 + 1.96**2), abs=1e-4)
+    assert paired_difference_interval(10, 0, 10) == pytest.approx((0.4449, 1.0), abs=1e-4)
+    assert paired_difference_interval(3, 8, 30) == pytest.approx(
+        tuple(-bound for bound in reversed(paired_difference_interval(8, 3, 30)))
+    )
+    for nonsense in ((0, 0, 0), (3, 8, 10), (-1, 0, 5)):
+        with pytest.raises(ValueError, match="at least one pair"):
+            paired_difference_interval(*nonsense)
