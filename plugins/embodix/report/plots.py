@@ -1,82 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a comparison as inline SVG whose colours follow the page, in light, dark and print.
-
-Matplotlib draws with placeholder colours; each becomes a CSS variable of the page, so one figure suits every theme.
-"""
+"""Figures of a comparison."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
-import matplotlib
 import matplotlib.ticker as ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from embodix.report.compare import CompareReport, common_steps, relative_difference
 from embodix.report.steps import PHASES
+from embodix.report.success_plots import SuccessRow, success_figure
+from embodix.report.svg import (
+    INK,
+    MUTED,
+    PAGE,
+    PHASE_COLOURS,
+    TOKEN_COLOURS,
+    WIDTH_IN,
+    drawing,
+    new_figure,
+    series_colour,
+    to_svg,
+)
 from embodix.report.wording import PHASE_NAMES
 
-NUM_SERIES_COLOURS = 6
-_WIDTH_IN = 7.6
 _ROLLING_POINTS = 400  # curves with more points are averaged in bins, or they become a smear
-
-_INK, _MUTED, _GRID, _PAGE = "#01a001", "#01a002", "#01a003", "#01a004"
-_SERIES = [f"#01b00{index}" for index in range(NUM_SERIES_COLOURS)]
-_PHASES = [f"#01c00{index}" for index in range(len(PHASES))]
-_TOKENS = [f"#01d00{index}" for index in range(3)]
-_VARIABLES = {
-    _INK: "--ink",
-    _MUTED: "--muted",
-    _GRID: "--grid",
-    _PAGE: "--page",
-    **{colour: f"--series-{index}" for index, colour in enumerate(_SERIES)},
-    **{colour: f"--phase-{index}" for index, colour in enumerate(_PHASES)},
-    **{colour: f"--token-{index}" for index, colour in enumerate(_TOKENS)},
-}
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "text.color": _INK,
-    "axes.labelcolor": _MUTED,
-    "axes.edgecolor": _GRID,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.7,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "xtick.labelcolor": _MUTED,
-    "ytick.labelcolor": _INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "legend.frameon": False,
-    "legend.labelcolor": _INK,
-    "figure.facecolor": "none",
-}
 
 
 def loss_curves(report: CompareReport) -> str:
     """Loss over steps, all variants on one axis; the baseline is broad so that curves on top of it stay visible."""
-    with _drawing():
-        figure, axes = _figure(2.9)
+    with drawing():
+        figure, axes = new_figure(2.9)
         for index, run in enumerate(report.runs):
             steps, losses = _binned([s.step for s in run.steps], [s.loss for s in run.steps])
             axes.plot(
                 steps,
                 losses,
-                color=_colour(index),
+                color=series_colour(index),
                 linewidth=4.5 if index == 0 else 1.3,
                 alpha=0.45 if index == 0 else 1.0,
                 linestyle="-" if index < 2 else (0, (4, 1.5 + index)),
@@ -88,7 +52,7 @@ def loss_curves(report: CompareReport) -> str:
             axes.set_yscale("log")
         _whole_steps(axes)
         _legend(axes, len(report.runs))
-        return _svg(figure, "loss")
+        return to_svg(figure, "loss")
 
 
 def loss_differences(report: CompareReport) -> str:
@@ -104,15 +68,15 @@ def loss_differences(report: CompareReport) -> str:
     ]
     positive = [value for _, _, points in series for _, value in points if 0 < value < float("inf")]
     floor = 10 ** (-9) if not positive else min(1e-8, min(positive) / 3)
-    with _drawing():
-        figure, axes = _figure(2.3)
+    with drawing():
+        figure, axes = new_figure(2.3)
         for index, name, points in series:
             steps, values = zip(*points, strict=True)
             drawn = [min(max(value, floor), 1e3) for value in values]
             size = 5 if len(steps) <= 100 else 2.5
-            axes.plot(steps, drawn, ".", color=_colour(index), markersize=size, alpha=0.85, label=name)
+            axes.plot(steps, drawn, ".", color=series_colour(index), markersize=size, alpha=0.85, label=name)
         tolerance = report.pairs[0].tolerance
-        axes.axhline(tolerance, color=_MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        axes.axhline(tolerance, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
             f"rounding at the first step: {tolerance:.0e}",
             (1, tolerance),
@@ -120,31 +84,31 @@ def loss_differences(report: CompareReport) -> str:
             xytext=(0, 3),
             textcoords="offset points",
             ha="right",
-            color=_MUTED,
+            color=MUTED,
         )
         if any(value == 0 for _, _, points in series for _, value in points):
             axes.annotate("bit-equal", (0, floor), xycoords=("axes fraction", "data"), xytext=(2, 4),
-                          textcoords="offset points", color=_MUTED)  # fmt: skip
+                          textcoords="offset points", color=MUTED)  # fmt: skip
         axes.set(xlabel="step", ylabel="relative difference", yscale="log")
         axes.set_ylim(floor / 2, max([*positive, tolerance]) * 10)
         _whole_steps(axes)
         if len(series) > 1:
             _legend(axes, len(series))
-        return _svg(figure, "difference")
+        return to_svg(figure, "difference")
 
 
 def phase_times(report: CompareReport) -> str:
     """Mean time of a step by phase, stacked: process CPU time on the left, wall-clock time on the right."""
     names = [variant.name for variant in report.variants]
-    with _drawing():
-        figure = Figure(figsize=(_WIDTH_IN, 1.15 + 0.36 * len(names)), layout="constrained")
+    with drawing():
+        figure = Figure(figsize=(WIDTH_IN, 1.15 + 0.36 * len(names)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         for axes, clock, label in ((left, "cpu_s", "process CPU time"), (right, "wall_s", "wall-clock time")):
             starts = [0.0] * len(names)
-            for colour, phase in zip(_PHASES, PHASES, strict=True):
+            for colour, phase in zip(PHASE_COLOURS, PHASES, strict=True):
                 widths = [1000 * getattr(variant, clock)[phase] for variant in report.variants]
                 axes.barh(names, widths, left=starts, height=0.62, color=colour, label=PHASE_NAMES[phase],
-                          edgecolor=_PAGE, linewidth=0.8)  # fmt: skip
+                          edgecolor=PAGE, linewidth=0.8)  # fmt: skip
                 starts = [start + width for start, width in zip(starts, widths, strict=True)]
             for row, total in enumerate(starts):
                 axes.annotate(f"{total:.3g}", (total, row), xytext=(4, 0), textcoords="offset points", va="center")
@@ -154,7 +118,7 @@ def phase_times(report: CompareReport) -> str:
         left.invert_yaxis()
         figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=len(PHASES),
                       handlelength=1, columnspacing=1.2)  # fmt: skip
-        return _svg(figure, "phases")
+        return to_svg(figure, "phases")
 
 
 def speed_ratios(report: CompareReport) -> str:
@@ -167,17 +131,17 @@ def speed_ratios(report: CompareReport) -> str:
         if spread is not None
     ]
     order = [run.name for run in report.runs]
-    with _drawing():
-        figure, axes = _figure(0.95 + 0.34 * max(1, len(rows)))
+    with drawing():
+        figure, axes = new_figure(0.95 + 0.34 * max(1, len(rows)))
         for row, (pair, _, spread) in enumerate(rows):
-            colour = _colour(order.index(pair.name))
+            colour = series_colour(order.index(pair.name))
             axes.plot([spread.low, spread.high], [row, row], color=colour, linewidth=5, alpha=0.35,
                       solid_capstyle="round")  # fmt: skip
             axes.plot(spread.median, row, "o", color=colour, markersize=7)
             axes.annotate(f"{spread.median:.2f}×", (spread.median, row), xytext=(0, 6), textcoords="offset points",
-                          ha="center", color=_INK)  # fmt: skip
+                          ha="center", color=INK)  # fmt: skip
             _mark_bounds(axes, pair, row, first=row == 0)
-        axes.axvline(1, color=_MUTED, linewidth=1)
+        axes.axvline(1, color=MUTED, linewidth=1)
         axes.set_yticks(
             range(len(rows)), [_ratio_label(pair.name, words, len(report.pairs)) for pair, words, _ in rows]
         )
@@ -187,7 +151,7 @@ def speed_ratios(report: CompareReport) -> str:
         axes.grid(axis="y", visible=False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, handletextpad=0.2, borderaxespad=0)
-        return _svg(figure, "ratios")
+        return to_svg(figure, "ratios")
 
 
 def tokens_per_sample(report: CompareReport) -> str | None:
@@ -201,22 +165,22 @@ def tokens_per_sample(report: CompareReport) -> str | None:
         ("padding, computed", [(v.tokens_computed or 0.0) - (v.tokens_valid or 0.0) for v in counted]),
         ("left out", [max(0.0, (v.tokens_upstream or 0.0) - (v.tokens_computed or 0.0)) for v in counted]),
     )
-    with _drawing():
-        figure, axes = _figure(1.05 + 0.36 * len(names))
+    with drawing():
+        figure, axes = new_figure(1.05 + 0.36 * len(names))
         starts = [0.0] * len(names)
-        for (label, widths), colour in zip(parts, _TOKENS, strict=True):
-            axes.barh(names, widths, left=starts, height=0.62, color=colour, edgecolor=_PAGE, linewidth=0.8,
+        for (label, widths), colour in zip(parts, TOKEN_COLOURS, strict=True):
+            axes.barh(names, widths, left=starts, height=0.62, color=colour, edgecolor=PAGE, linewidth=0.8,
                       label=label, hatch="////" if label == "left out" else None)  # fmt: skip
             for row, (start, width) in enumerate(zip(starts, widths, strict=True)):
                 if width > 0.06 * max(variant.tokens_upstream or 1.0 for variant in counted):
                     axes.annotate(f"{width:.0f}", (start + width / 2, row), ha="center", va="center",
-                                  color=_INK if label == "left out" else _PAGE)  # fmt: skip
+                                  color=INK if label == "left out" else PAGE)  # fmt: skip
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         axes.invert_yaxis()
         axes.set_xlabel("tokens a sample")
         axes.grid(axis="y", visible=False)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, handlelength=1, borderaxespad=0)
-        return _svg(figure, "tokens")
+        return to_svg(figure, "tokens")
 
 
 def success_rates(report: CompareReport) -> str | None:
@@ -224,26 +188,10 @@ def success_rates(report: CompareReport) -> str | None:
     rows = []
     for index, variant in enumerate(report.variants):
         if variant.evaluation is not None:
-            rows.append((index, variant.name, variant.evaluation.success, True))
+            rows.append(SuccessRow(variant.name, variant.evaluation.success, index, True))
             for name, control in variant.evaluation.controls.items():
-                rows.append((index, f"{variant.name}, {name.replace('_', '-')} control", control, False))
-    if not rows:
-        return None
-    with _drawing():
-        figure, axes = _figure(0.75 + 0.3 * len(rows))
-        for row, (index, _, success, trained) in enumerate(rows):
-            low, high, rate = (100 * value for value in (success.low, success.high, success.rate))
-            axes.plot([low, high], [row, row], color=_colour(index), linewidth=5 if trained else 2.5, alpha=0.35,
-                      solid_capstyle="round")  # fmt: skip
-            axes.plot(rate, row, "o", color=_colour(index), markersize=7, markerfacecolor=_colour(index) if trained
-                      else _PAGE)  # fmt: skip
-        axes.set_yticks(range(len(rows)), [label for _, label, _, _ in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlim(-2, 102)
-        axes.xaxis.set_major_formatter("{x:g} %")
-        axes.set_xlabel("episodes solved")
-        axes.grid(axis="y", visible=False)
-        return _svg(figure, "success")
+                rows.append(SuccessRow(f"{variant.name}, {name.replace('_', '-')} control", control, index, False))
+    return success_figure(rows)
 
 
 def _mark_bounds(axes: Axes, pair: Any, row: int, first: bool) -> None:
@@ -254,22 +202,12 @@ def _mark_bounds(axes: Axes, pair: Any, row: int, first: bool) -> None:
         marks = [("D", pair.flop_ratio, "counted FLOP ratio")]
     for marker, value, label in marks:
         if value is not None:
-            axes.plot(value, row, marker, color=_INK, markerfacecolor=_PAGE, markersize=6, linestyle="none",
+            axes.plot(value, row, marker, color=INK, markerfacecolor=PAGE, markersize=6, linestyle="none",
                       label=label if first else None)  # fmt: skip
 
 
 def _ratio_label(name: str, words: str, num_pairs: int) -> str:
     return words if num_pairs == 1 else f"{name}, {words}"
-
-
-def _drawing(style: Any = None) -> AbstractContextManager[None]:
-    """Matplotlib in the style of the page, or in another, for a block."""
-    return matplotlib.rc_context(_STYLE if style is None else style)
-
-
-def _figure(height_in: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
-    return figure, figure.subplots()
 
 
 def _legend(axes: Axes, num_entries: int) -> None:
@@ -285,10 +223,6 @@ def _spans_decades(losses: Sequence[float]) -> bool:
     return min(losses) > 0 and math.isfinite(max(losses)) and max(losses) > 30 * min(losses)
 
 
-def _colour(index: int) -> str:
-    return _SERIES[index % NUM_SERIES_COLOURS]
-
-
 def _binned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Average consecutive points so that at most ``_ROLLING_POINTS`` remain."""
     width = -(-len(steps) // _ROLLING_POINTS)
@@ -297,22 +231,3 @@ def _binned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float],
         [sum(steps[c]) / len(steps[c]) for c in chunks],
         [sum(values[c]) / len(values[c]) for c in chunks],
     )
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """Render to SVG that scales with the page, carries no outside address and takes the page's colours and font."""
-    buffer = io.StringIO()
-    with _drawing({"svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1, flags=re.DOTALL)
-    text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
-    text = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', text)
-    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
-    text = re.sub(r'xlink:href="#([^"]+)"', rf'xlink:href="#{name}-\1"', text)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    return text
