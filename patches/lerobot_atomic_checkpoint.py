@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +22,19 @@ PATCH = Patch(
 )
 
 
-def apply(on_saved: Callable[[Path], None] | None = None) -> Callable[[], None]:
+def apply(
+    on_saved: Callable[[Path], None] | None = None, on_finished: Callable[[Path], None] | None = None
+) -> Callable[[], None]:
     """Patch upstream's two names.
 
     Args:
         on_saved: called with the unfinished checkpoint folder after upstream has written it, to add further state.
+        on_finished: called with the checkpoint folder once it is complete and `last` points at it.
     """
     from lerobot.scripts import lerobot_train
+    from lerobot.utils.constants import LAST_CHECKPOINT_LINK
+
+    from embodix.training.checkpoint_links import move_link
 
     save_in_place = lerobot_train.save_checkpoint
 
@@ -45,8 +50,14 @@ def apply(on_saved: Callable[[Path], None] | None = None) -> Callable[[], None]:
             raise
         _replace_folder(unfinished, checkpoint_dir)
 
+    def move_last_link(checkpoint_dir: Path) -> Path:
+        link = move_link(checkpoint_dir.parent / LAST_CHECKPOINT_LINK, checkpoint_dir)
+        if on_finished is not None:
+            on_finished(checkpoint_dir)
+        return link
+
     undo_save = replace_attribute(lerobot_train, "save_checkpoint", save_beside_and_rename)
-    undo_link = replace_attribute(lerobot_train, "update_last_checkpoint", _move_last_link)
+    undo_link = replace_attribute(lerobot_train, "update_last_checkpoint", move_last_link)
 
     def undo() -> None:
         undo_link()
@@ -63,14 +74,3 @@ def _replace_folder(finished: Path, place: Path) -> None:
         place.rename(replaced)
     finished.rename(place)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _move_last_link(checkpoint_dir: Path) -> Path:
-    from lerobot.utils.constants import LAST_CHECKPOINT_LINK
-
-    link = checkpoint_dir.parent / LAST_CHECKPOINT_LINK
-    beside = link.with_name(f".{link.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(checkpoint_dir.name)
-    beside.replace(link)
-    return link

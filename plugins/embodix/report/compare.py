@@ -22,7 +22,7 @@ from embodix.report.summary import VariantSummary, divide, summarise, timed_step
 # Settings that say how a step is computed, watched or stored, not what is learned from which samples.
 _HOW_NOT_WHAT = (
     *("attention", "packing", "vision_tokens", "patches", "plugin", "preprocessing", "reads", "strict_plugins"),
-    *("compare", "env", "eval", "logging", "output_dir", "resume", "step_clock"),
+    *("compare", "env", "eval", "evaluation", "logging", "output_dir", "resume", "step_clock"),
     *("policy.compile_mode", "policy.compile_model", "policy.gradient_checkpointing"),
     *("train.eval_freq", "train.job_name", "train.log_freq", "train.num_workers", "train.output_dir"),
     *("train.save_checkpoint", "train.save_freq"),

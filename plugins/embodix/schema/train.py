@@ -122,6 +122,7 @@ class TrainApp:
     scheduler: Any = None
     env: Any = None
     eval: EvalSettings = field(default_factory=EvalSettings)
+    evaluation: NamedChoice = field(default_factory=NamedChoice)
     peft: Any = None
     rename_map: Any = field(default_factory=dict)
     logging: LoggingSettings = field(default_factory=LoggingSettings)

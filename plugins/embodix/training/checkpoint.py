@@ -42,6 +42,11 @@ def write_session_state(checkpoint_dir: Path) -> None:
         session.position.save(checkpoint_dir / TRAINING_STATE_DIR)
 
 
+def checkpoint_finished(checkpoint_dir: Path) -> None:
+    """Tell the running session of a checkpoint that is complete and in its place."""
+    current_session().checkpoint_finished(checkpoint_dir)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint folder (``checkpoints/000003``) that holds both the model and the training state."""

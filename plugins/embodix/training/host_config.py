@@ -21,7 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 from embodix import plugins
 from embodix.data.mixture_spec import host_dataset_fields
 
-NAMED_GROUPS = ("packing", "attention", "vision_tokens", "action_pad", "language", "reads", "preprocessing", "sampling")
+NAMED_GROUPS = (
+    *("packing", "attention", "vision_tokens", "action_pad", "language", "reads", "preprocessing", "sampling"),
+    "evaluation",
+)
 
 
 def require_landed_groups(cfg: DictConfig) -> None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patched, sizes_patch
-from embodix.training.checkpoint import write_session_state
+from embodix.training.checkpoint import checkpoint_finished, write_session_state
 from embodix.training.session import current_session
 
 
@@ -43,6 +43,7 @@ def required_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     patches: dict[str, dict[str, Any]] = {name: dict(options or {}) for name, options in plain.items()}
     if "lerobot_atomic_checkpoint" in patches:
         patches["lerobot_atomic_checkpoint"]["on_saved"] = write_session_state
+        patches["lerobot_atomic_checkpoint"]["on_finished"] = checkpoint_finished
     patches["lerobot_dataset_factory"] = {"build": build_dataset}
     patches["lerobot_worker_preprocessing"] = {"build": build_processors}
     if cfg.architecture is not None:

@@ -15,7 +15,9 @@ from embodix.report.steps import StepRecord
 from embodix.schema.compose import compose
 from embodix.training.accelerator import ObservedAccelerator
 from embodix.training.checkpoint import Checkpoint, find_checkpoint
+from embodix.training.checkpoint_evaluation import CheckpointEvaluation
 from embodix.training.dataset_checks import require_trainable_dataset
+from embodix.training.evaluation_plan import plan_evaluation
 from embodix.training.features import select_features
 from embodix.training.host_assets import prepare_host_assets
 from embodix.training.host_config import (
@@ -125,6 +127,9 @@ def _run(
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])
     prepare_host_assets(cfg, host_cfg)
+    plan = plan_evaluation(cfg, host_cfg)
+    assert host_cfg.output_dir is not None
+    evaluation = None if plan is None else CheckpointEvaluation(plan, Path(host_cfg.output_dir))
     with step_writer(cfg.logging, host_cfg) as on_step:
         session = TrainingSession(
             name=cfg.plugin or "upstream",
@@ -138,12 +143,17 @@ def _run(
             resume_stream=checkpoint.stream_state() if checkpoint else None,
             first_step=checkpoint.step + 1 if checkpoint else 1,
             on_step=on_step,
+            evaluation=evaluation,
         )
         session.activate()
         with host_context(cfg, checkpoint.config_path if checkpoint else None):
             force_cpu = host_cfg.policy is not None and host_cfg.policy.device == "cpu"
             try:
                 train(host_cfg, accelerator=ObservedAccelerator(session, force_cpu))
+                if evaluation is not None:
+                    evaluation.finish()
             finally:
                 session.close()
+                if evaluation is not None:
+                    evaluation.stop()
     return RunResult(session.output_dir, session.records)

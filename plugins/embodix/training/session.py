@@ -20,6 +20,7 @@ from embodix.packing.composer import BatchComposer
 from embodix.policies.settings import ChecksReference, ReferenceCheck, TokenCounts
 from embodix.report.manifest import collect_manifest
 from embodix.report.steps import StepRecord, TokenRecord, append_step
+from embodix.training.checkpoint_evaluation import CheckpointEvaluation
 from embodix.training.composition import Composition
 from embodix.training.features import FeatureSelection, InstalledFeatures, install_features
 from embodix.training.first_batch import FirstBatch
@@ -55,6 +56,7 @@ class TrainingSession:
         first_step: number of the first step trained here.
         check_reference: after the first step, compare with the reference where upstream's own batch is not it.
         on_step: called with each finished step's record.
+        evaluation: evaluates the checkpoints while training goes on; None for nothing.
 
     Attributes:
         between_steps: called before each batch is fetched, when no step is open; None for nothing.
@@ -74,6 +76,7 @@ class TrainingSession:
         first_step: int = 1,
         check_reference: bool = False,
         on_step: Callable[[StepRecord], None] | None = None,
+        evaluation: CheckpointEvaluation | None = None,
     ) -> None:
         self.name = name
         self.host_cfg = host_cfg
@@ -95,6 +98,7 @@ class TrainingSession:
         self._first_batch: FirstBatch | None = None
         self._reference_check: ReferenceCheck | None = None
         self._on_step = on_step
+        self._evaluation = evaluation
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
         self._num_samples = 0
@@ -204,6 +208,13 @@ class TrainingSession:
         if self.composition is not None:
             self.composition.step_ended()
         self._compare_with_reference()
+        if self._evaluation is not None:
+            self._evaluation.poll()
+
+    def checkpoint_finished(self, checkpoint_dir: Path) -> None:
+        """A checkpoint is complete and in its place."""
+        if self._evaluation is not None:
+            self._evaluation.checkpoint_saved(int(checkpoint_dir.name), checkpoint_dir)
 
     def _compare_with_reference(self) -> None:
         """Once, between two steps, so that no phase is charged; the run's random stream is left where it was."""

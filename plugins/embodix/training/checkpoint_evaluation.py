@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluate checkpoints while training goes on: `lerobot eval` in a process of its own, the best checkpoint kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from embodix.report.evaluation import read_evaluation
+from embodix.report.evaluations import EvaluationRecord, append_evaluation, best_evaluation, read_evaluations
+from embodix.training.checkpoint_links import move_link
+
+EVALUATIONS_FOLDER = "evaluations"
+RESULTS_FILE = "results.json"
+BEST_LINK = "best"
+LAST_LINK = "last"
+KEEP = ("all", "best_and_last")
+Command = Callable[[Path, Path], list[str]]
+"""The command that evaluates a checkpoint folder and writes `results.json` into another folder."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """How checkpoints are evaluated.
+
+    Attributes:
+        every: steps between two evaluations.
+        command: what is run for each.
+        waits: training waits for every evaluation.
+        max_pending: checkpoints that may wait for the evaluation before theirs; then training waits.
+        keep: ``all`` checkpoints, or ``best_and_last``: an evaluated one that is neither is deleted.
+        num_threads: threads of the evaluation's process.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    every: int
+    command: Command
+    waits: bool = False
+    max_pending: int = 1
+    keep: str = "all"
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.keep not in KEEP:
+            raise ValueError(f"evaluation.options.keep must be one of {', '.join(KEEP)}; got {self.keep!r}.")
+        for name, least in (("every", 1), ("max_pending", 0), ("num_threads", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"evaluation: {name} must be at least {least}; got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class _Running:
+    step: int
+    checkpoint: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+    started: float
+
+
+class CheckpointEvaluation:
+    """Evaluates the checkpoints of one run, one at a time, in the order in which they were saved.
+
+    Nothing of the training process is touched: a run trains to the bit what it trains without evaluation. Results are
+    collected between steps; `finish` waits for those that are still out.
+    """
+
+    def __init__(self, plan: EvaluationPlan, run_dir: Path) -> None:
+        self._plan = plan
+        self._run_dir = run_dir
+        self._waiting: deque[tuple[int, Path]] = deque()
+        self._running: _Running | None = None
+        self._failed: list[Path] = []
+
+    def checkpoint_saved(self, step: int, checkpoint: Path) -> None:
+        """Evaluate a finished checkpoint if its step is due."""
+        if step % self._plan.every:
+            return
+        self._waiting.append((step, checkpoint))
+        self.poll()
+        while self._running is not None and (self._plan.waits or len(self._waiting) > self._plan.max_pending):
+            self._collect()
+            self._start_next()
+
+    def poll(self) -> None:
+        """Collect the running evaluation if it has ended, and start the next."""
+        if self._running is not None and self._running.process.poll() is not None:
+            self._collect()
+        self._start_next()
+
+    def finish(self) -> None:
+        """Wait for all evaluations.
+
+        Raises:
+            RuntimeError: some failed; the message names their logs. Checkpoints and the other results are kept.
+        """
+        if self._running is not None:
+            logging.info("Training has ended; waiting for %d evaluations.", 1 + len(self._waiting))
+        while self._running is not None:
+            self._collect()
+            self._start_next()
+        if self._failed:
+            logs = ", ".join(str(log) for log in self._failed)
+            raise RuntimeError(f"Training ended well, but {len(self._failed)} evaluations failed; see {logs}.")
+
+    def stop(self) -> None:
+        """End the running evaluation, where training itself failed."""
+        self._waiting.clear()
+        if self._running is not None:
+            self._running.process.terminate()
+            self._running.process.wait()
+            self._running = None
+
+    def _start_next(self) -> None:
+        if self._running is not None or not self._waiting:
+            return
+        step, checkpoint = self._waiting.popleft()
+        folder = self._run_dir / EVALUATIONS_FOLDER / checkpoint.name
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier try to train these steps
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        log = folder.with_suffix(".log")
+        threads = str(self._plan.num_threads)
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                self._plan.command(checkpoint, folder), stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
+        self._running = _Running(step, checkpoint, process, log, time.monotonic())
+
+    def _collect(self) -> None:
+        """Wait for the running evaluation and record its result."""
+        running, self._running = self._running, None
+        assert running is not None
+        exit_code = running.process.wait()
+        wall_s = time.monotonic() - running.started
+        evaluation = read_evaluation(running.log.with_suffix("") / RESULTS_FILE) if exit_code == 0 else None
+        if evaluation is None:
+            logging.error(
+                "The evaluation of step %d failed (exit code %d); see %s", running.step, exit_code, running.log
+            )
+            self._failed.append(running.log)
+            return
+        relative = str(running.checkpoint.relative_to(self._run_dir))
+        record = EvaluationRecord(running.step, relative, evaluation.success, evaluation.by_task, wall_s)
+        append_evaluation(self._run_dir, record)
+        self._keep_best()
+        logging.info(
+            "Step %d solves %d of %d episodes, 95 %% interval %.0f %% to %.0f %%",
+            *(running.step, record.success.num_success, record.success.num_episodes),
+            *(100 * record.success.low, 100 * record.success.high),
+        )
+
+    def _keep_best(self) -> None:
+        """Let `checkpoints/best` point at the best checkpoint, and delete what the plan does not keep."""
+        records = [r for r in read_evaluations(self._run_dir) if (self._run_dir / r.checkpoint).is_dir()]
+        best = best_evaluation(records)
+        if best is None:
+            return
+        checkpoints = (self._run_dir / best.checkpoint).parent
+        move_link(checkpoints / BEST_LINK, self._run_dir / best.checkpoint)
+        if self._plan.keep == "all":
+            return
+        kept = {(checkpoints / name).resolve() for name in (BEST_LINK, LAST_LINK)}
+        kept |= {checkpoint.resolve() for _, checkpoint in self._waiting}
+        for record in records:
+            checkpoint = (self._run_dir / record.checkpoint).resolve()
+            if checkpoint not in kept:
+                shutil.rmtree(checkpoint)
