@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -12,12 +13,34 @@ from markupsafe import Markup
 
 from embodix.report import plots, wording
 from embodix.report.compare import CompareReport, PairSummary
+from embodix.report.runs import Run
 from embodix.report.steps import PHASES
 from embodix.report.summary import VariantSummary
 
 
 def render_html(report: CompareReport) -> str:
     """The page as text. Figures whose data were not recorded are left out."""
+    environment = page_environment()
+    verdicts = [(pair, wording.verdicts(report, pair)) for pair in report.pairs]
+    return environment.get_template("compare.html.j2").render(
+        report=report,
+        run_paragraph=wording.what_was_run(report),
+        verdicts=verdicts,
+        verdict_labels=list(dict.fromkeys(item.label for _, items in verdicts for item in items)),
+        summary=[_summary_row(report, variant) for variant in report.variants],
+        phases=[(wording.PHASE_NAMES[phase], phase) for phase in PHASES],
+        work=[_work_row(report, variant) for variant in report.variants],
+        bounds=[pair for pair in report.pairs if pair.bound is not None],
+        evaluated=[variant for variant in report.variants if variant.evaluation is not None],
+        figures=_figures(report),
+        provenance=provenance_rows(report.runs),
+        configs=[(run.name, json.dumps(run.manifest.config, indent=2)) for run in report.runs],
+        glossary=wording.GLOSSARY,
+    )
+
+
+def page_environment() -> jinja2.Environment:
+    """The templates of the report pages, with the words for figures as filters."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("embodix.report"),
         autoescape=True,
@@ -33,22 +56,7 @@ def render_html(report: CompareReport) -> str:
         "difference": wording.difference,
         "success": wording.success_words,
     }
-    verdicts = [(pair, wording.verdicts(report, pair)) for pair in report.pairs]
-    return environment.get_template("compare.html.j2").render(
-        report=report,
-        run_paragraph=wording.what_was_run(report),
-        verdicts=verdicts,
-        verdict_labels=list(dict.fromkeys(item.label for _, items in verdicts for item in items)),
-        summary=[_summary_row(report, variant) for variant in report.variants],
-        phases=[(wording.PHASE_NAMES[phase], phase) for phase in PHASES],
-        work=[_work_row(report, variant) for variant in report.variants],
-        bounds=[pair for pair in report.pairs if pair.bound is not None],
-        evaluated=[variant for variant in report.variants if variant.evaluation is not None],
-        figures=_figures(report),
-        provenance=_provenance(report),
-        configs=[(run.name, json.dumps(run.manifest.config, indent=2)) for run in report.runs],
-        glossary=wording.GLOSSARY,
-    )
+    return environment
 
 
 def _figures(report: CompareReport) -> dict[str, Markup | None]:
@@ -85,10 +93,10 @@ def _work_row(report: CompareReport, variant: VariantSummary) -> dict[str, Any]:
     return {"variant": variant, "flop_ratio": pair and pair.flop_ratio, "bound": pair and pair.bound}
 
 
-def _provenance(report: CompareReport) -> list[tuple[str, str]]:
+def provenance_rows(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Code and machine as label and text; where runs differ, each value with its run."""
     rows: dict[str, dict[str, str]] = {}
-    for run in report.runs:
+    for run in runs:
         fields = dataclasses.asdict(run.manifest.provenance)
         fields["versions"] = ", ".join(f"{name} {version}" for name, version in fields["versions"].items())
         dirty = fields.pop("dirty")

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.ticker as ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from embodix.report.compare import CompareReport, common_steps, relative_difference
+from embodix.report.curves import binned, legend, spans_decades, whole_steps
 from embodix.report.steps import PHASES
 from embodix.report.success_plots import SuccessRow, success_figure
 from embodix.report.svg import (
@@ -28,15 +26,13 @@ from embodix.report.svg import (
 )
 from embodix.report.wording import PHASE_NAMES
 
-_ROLLING_POINTS = 400  # curves with more points are averaged in bins, or they become a smear
-
 
 def loss_curves(report: CompareReport) -> str:
     """Loss over steps, all variants on one axis; the baseline is broad so that curves on top of it stay visible."""
     with drawing():
         figure, axes = new_figure(2.9)
         for index, run in enumerate(report.runs):
-            steps, losses = _binned([s.step for s in run.steps], [s.loss for s in run.steps])
+            steps, losses = binned([s.step for s in run.steps], [s.loss for s in run.steps])
             axes.plot(
                 steps,
                 losses,
@@ -48,10 +44,10 @@ def loss_curves(report: CompareReport) -> str:
                 solid_capstyle="round",
             )
         axes.set(xlabel="step", ylabel="loss")
-        if _spans_decades([step.loss for run in report.runs for step in run.steps]):
+        if spans_decades([step.loss for run in report.runs for step in run.steps]):
             axes.set_yscale("log")
-        _whole_steps(axes)
-        _legend(axes, len(report.runs))
+        whole_steps(axes)
+        legend(axes, len(report.runs))
         return to_svg(figure, "loss")
 
 
@@ -91,9 +87,9 @@ def loss_differences(report: CompareReport) -> str:
                           textcoords="offset points", color=MUTED)  # fmt: skip
         axes.set(xlabel="step", ylabel="relative difference", yscale="log")
         axes.set_ylim(floor / 2, max([*positive, tolerance]) * 10)
-        _whole_steps(axes)
+        whole_steps(axes)
         if len(series) > 1:
-            _legend(axes, len(series))
+            legend(axes, len(series))
         return to_svg(figure, "difference")
 
 
@@ -208,26 +204,3 @@ def _mark_bounds(axes: Axes, pair: Any, row: int, first: bool) -> None:
 
 def _ratio_label(name: str, words: str, num_pairs: int) -> str:
     return words if num_pairs == 1 else f"{name}, {words}"
-
-
-def _legend(axes: Axes, num_entries: int) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(4, num_entries), borderaxespad=0)
-
-
-def _whole_steps(axes: Axes) -> None:
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-
-
-def _spans_decades(losses: Sequence[float]) -> bool:
-    """Whether a linear axis would flatten the end of training."""
-    return min(losses) > 0 and math.isfinite(max(losses)) and max(losses) > 30 * min(losses)
-
-
-def _binned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Average consecutive points so that at most ``_ROLLING_POINTS`` remain."""
-    width = -(-len(steps) // _ROLLING_POINTS)
-    chunks = [slice(start, start + width) for start in range(0, len(steps), width)]
-    return (
-        [sum(steps[c]) / len(steps[c]) for c in chunks],
-        [sum(values[c]) / len(values[c]) for c in chunks],
-    )

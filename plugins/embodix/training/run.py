@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig, OmegaConf
 
+from embodix.report.run_page import write_run_page
 from embodix.report.steps import StepRecord
 from embodix.schema.compose import compose
 from embodix.training.accelerator import ObservedAccelerator
@@ -156,4 +158,6 @@ def _run(
                 session.close()
                 if evaluation is not None:
                     evaluation.stop()
+    if evaluation is not None and session.accelerator.is_main_process:
+        logging.info("Report: %s", write_run_page(session.output_dir))
     return RunResult(session.output_dir, session.records)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run that was evaluated while it trained, as a self-contained page: its curves, its checkpoints, its best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+
+from embodix.report import wording
+from embodix.report.curves import binned, legend, spans_decades, whole_steps
+from embodix.report.evaluations import EvaluationRecord, best_evaluation, read_evaluations
+from embodix.report.html import page_environment, provenance_rows
+from embodix.report.manifest import write_text_atomically
+from embodix.report.runs import Run, read_run
+from embodix.report.steps import StepRecord
+from embodix.report.svg import drawing, new_figure, series_colour, to_svg
+
+PAGE_NAME = "report.html"
+
+
+def write_run_page(run_folder: Path | str) -> Path:
+    """Write `report.html` of an evaluated run into its folder.
+
+    Raises:
+        FileNotFoundError, ValueError: the run's records are missing or damaged, or it was never evaluated.
+    """
+    path = Path(run_folder) / PAGE_NAME
+    write_text_atomically(path, render_run(read_run(run_folder), read_evaluations(run_folder)))
+    return path
+
+
+def render_run(run: Run, evaluations: Sequence[EvaluationRecord]) -> str:
+    """The page as text.
+
+    Raises:
+        ValueError: no evaluation.
+    """
+    best = best_evaluation(evaluations)
+    if best is None:
+        raise ValueError(f"{run.folder} was not evaluated while it trained; choose evaluation=background.")
+    return (
+        page_environment()
+        .get_template("run.html.j2")
+        .render(
+            title=f"Training of {run.name}",
+            run=run,
+            paragraph=_paragraph(run, evaluations),
+            best=best,
+            last=evaluations[-1],
+            evaluations=evaluations,
+            tasks=list(dict.fromkeys(task for record in evaluations for task in record.by_task)),
+            figure=Markup(loss_and_success(run.steps, evaluations)),
+            provenance=provenance_rows([run]),
+            config=json.dumps(run.manifest.config, indent=2),
+        )
+    )
+
+
+def loss_and_success(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> str:
+    """Loss above, success with its 95 % Wilson interval below, over the same steps."""
+    with drawing():
+        figure, _ = new_figure(4.4)
+        figure.clear()
+        upper, lower = figure.subplots(2, 1, sharex=True)
+        upper.plot(*binned([s.step for s in steps], [s.loss for s in steps]), color=series_colour(1), linewidth=1.3)
+        upper.set(ylabel="loss")
+        if spans_decades([step.loss for step in steps]):
+            upper.set_yscale("log")
+        at = [record.step for record in evaluations]
+        success = [record.success for record in evaluations]
+        lower.fill_between(
+            at, [100 * s.low for s in success], [100 * s.high for s in success], color=series_colour(2), alpha=0.2, lw=0
+        )
+        lower.plot(
+            at, [100 * s.rate for s in success], "o-", color=series_colour(2), markersize=5, label="all episodes"
+        )
+        tasks = list(dict.fromkeys(task for record in evaluations for task in record.by_task))
+        for index, task in enumerate(tasks if len(tasks) > 1 else []):
+            points = [(r.step, 100 * r.by_task[task].rate) for r in evaluations if task in r.by_task]
+            lower.plot(*zip(*points, strict=True), linewidth=1, color=series_colour(3 + index), label=task)
+        lower.set(xlabel="step", ylabel="episodes solved, %", ylim=(-4, 104))
+        whole_steps(lower)
+        if len(tasks) > 1:
+            legend(lower, 1 + len(tasks))
+        return to_svg(figure, "curves")
+
+
+def _paragraph(run: Run, evaluations: Sequence[EvaluationRecord]) -> str:
+    config = run.manifest.config
+    policy, dataset = config.get("policy") or {}, config.get("dataset") or {}
+    data = f" on the dataset {dataset['repo_id']}" if dataset.get("repo_id") else ""
+    return (
+        f"The policy {policy.get('type', 'that was configured')} trained for "
+        f"{wording.count(run.steps[-1].step, 'step')}{data}, seed {run.manifest.seed}. "
+        f"{wording.count(len(evaluations), 'checkpoint')} were rolled out in the simulator by processes of their own "
+        "while training went on. Their episodes chose the best checkpoint, so its success here is optimistic: "
+        "evaluate it on other seeds before you state it."
+    )
