@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make demo` and `make test` do all the set-up themselves, on a bare Linux machine too; a second run reuses it.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench docs lock clean
+.PHONY: help setup libero demo test lint bench docs lock clean
 SHELL := /bin/bash
 BIN := .venv/bin
 PYTEST_ARGS ?=
@@ -15,6 +15,9 @@ help: ## list the targets
 
 setup: ## create or update .venv (system packages, Python, the locked packages, embodix)
 	@scripts/setup.sh
+
+libero: setup ## install LIBERO with its assets (1.3 GB) and set it up
+	@scripts/libero.sh
 
 demo: setup ## record data in the simulator, train upstream and embodix side by side, write the report
 	$(BIN)/lerobot data metaworld

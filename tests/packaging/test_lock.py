@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""requirements.lock holds names, versions and hashes only, and fits pyproject.toml."""
+"""The lock files hold names, versions and hashes only, and fit pyproject.toml."""
 
 from __future__ import annotations
 
@@ -7,28 +7,32 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOCK = (REPOSITORY / "requirements.lock").read_text()
+LIBERO_LOCK = (REPOSITORY / "requirements-libero.lock").read_text()
 LOCKED_EXTRAS = ("sims", "groot", "sweep", "logging", "dev")
 
 
-def _locked() -> dict[str, str]:
-    pins = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", LOCK, re.MULTILINE)
+def _locked(lock: str = LOCK) -> dict[str, str]:
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", lock, re.MULTILINE)
     return {canonicalize_name(name): version for name, version in pins}
 
 
-def test_lock_records_no_address():
-    assert not re.search(r"://|--(extra-)?index|find-links", LOCK)
+@pytest.mark.parametrize("lock", [LOCK, LIBERO_LOCK], ids=["requirements", "requirements-libero"])
+def test_lock_records_no_address(lock):
+    assert not re.search(r"://|--(extra-)?index|find-links", lock)
     assert not (REPOSITORY / "uv.lock").exists()
 
 
-def test_every_locked_package_has_a_hash():
-    entries = re.split(r"\n(?=[A-Za-z0-9])", LOCK)
+@pytest.mark.parametrize(("lock", "num_least"), [(LOCK, 100), (LIBERO_LOCK, 15)])
+def test_every_locked_package_has_a_hash(lock, num_least):
+    entries = re.split(r"\n(?=[A-Za-z0-9])", lock)
     pinned = [entry for entry in entries if re.match(r"[A-Za-z0-9._-]+==", entry)]
-    assert len(pinned) > 100
+    assert len(pinned) > num_least
     assert all("--hash=sha256:" in entry for entry in pinned)
 
 
@@ -40,6 +44,16 @@ def test_lock_fits_pyproject():
         name = canonicalize_name(requirement.name)
         assert name in locked, f"{name} is missing; run `make lock`"
         assert requirement.specifier.contains(locked[name]), f"{name} {locked[name]} is outside {requirement}"
+
+
+def test_libero_adds_to_the_lock_and_moves_nothing():
+    libero = _locked(LIBERO_LOCK)
+    assert not set(libero) & set(_locked())
+    assert not set(libero) & {"robomimic", "hf-egl-probe", "thop", "opencv-python"}
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, project["optional-dependencies"]["libero"]):
+        locked = {**_locked(), **libero}[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(locked), f"{requirement.name} {locked} is outside {requirement}"
 
 
 def test_gpu_packages_stay_out_of_the_lock():
