@@ -15,6 +15,7 @@ import draccus
 import lerobot.policies.factory  # noqa: F401  registers upstream's policies as draccus choices
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lerobot.configs.train import TrainPipelineConfig
+from lerobot.envs.configs import EnvConfig
 from lerobot.utils.import_utils import register_third_party_plugins
 from omegaconf import DictConfig, OmegaConf
 
@@ -56,7 +57,20 @@ def decode_host_config(cfg: DictConfig) -> TrainPipelineConfig:
     """
     fields = host_fields(cfg)
     _register_choices(fields.get("env"))
-    return _decode(fields)
+    host_cfg: TrainPipelineConfig = _decode(fields, TrainPipelineConfig)
+    return host_cfg
+
+
+def decode_env(node: Mapping[str, Any]) -> EnvConfig:
+    """Decode an environment's config alone.
+
+    Raises:
+        ValueError: no or an unknown ``type``, a key it does not have (with the nearest match) or a value of the wrong
+            type.
+    """
+    _register_choices(node)
+    env: EnvConfig = _decode(node, EnvConfig)
+    return env
 
 
 def host_fields(cfg: DictConfig) -> dict[str, Any]:
@@ -98,7 +112,7 @@ def host_config_of_checkpoint(config_path: Path, overrides: list[str]) -> TrainP
         if key is not None:
             OmegaConf.update(fields, key, override.value(), force_add=True)
     _register_choices(fields.get("env"))
-    host_cfg = _decode(_plain(fields))
+    host_cfg: TrainPipelineConfig = _decode(_plain(fields), TrainPipelineConfig)
     host_cfg.resume = True
     return host_cfg
 
@@ -126,13 +140,11 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _decode(fields: Mapping[str, Any]) -> TrainPipelineConfig:
+def _decode(fields: Mapping[str, Any], config_class: type) -> Any:
     try:
-        decoded = draccus.decode(TrainPipelineConfig, dict(fields))
+        return draccus.decode(config_class, dict(fields))
     except Exception as error:  # draccus raises several unrelated kinds for a bad value
         raise ValueError(f"Upstream's config rejects a value: {error}{_nearest(error)}") from error
-    assert isinstance(decoded, TrainPipelineConfig)
-    return decoded
 
 
 def _nearest(error: Exception) -> str:

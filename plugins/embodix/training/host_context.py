@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from embodix.data.tokenizer import offline_tokenizer
-from embodix.patching import patched, sizes_patch
+from embodix.patching import patch_module, patched, sizes_patch
 from embodix.training.checkpoint import checkpoint_finished, write_session_state
 from embodix.training.session import current_session
 
@@ -39,13 +39,32 @@ def host_context(cfg: DictConfig, resume_config: Path | None = None) -> Iterator
 
 def required_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     """The chosen patches with their options, and those that the policy's sizes and language ask for."""
-    plain: Any = OmegaConf.to_container(cfg.patches, resolve=True)
-    patches: dict[str, dict[str, Any]] = {name: dict(options or {}) for name, options in plain.items()}
+    patches = _chosen_patches(cfg)
     if "lerobot_atomic_checkpoint" in patches:
         patches["lerobot_atomic_checkpoint"]["on_saved"] = write_session_state
         patches["lerobot_atomic_checkpoint"]["on_finished"] = checkpoint_finished
     patches["lerobot_dataset_factory"] = {"build": build_dataset}
     patches["lerobot_worker_preprocessing"] = {"build": build_processors}
+    return patches | _policy_options(cfg)
+
+
+def policy_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    """Those of the required patches that a policy needs outside training, too: patches of upstream's policies."""
+    chosen = {
+        name: options
+        for name, options in _chosen_patches(cfg).items()
+        if patch_module(name).PATCH.target.startswith("lerobot.policies.")
+    }
+    return chosen | _policy_options(cfg)
+
+
+def _chosen_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    plain: Any = OmegaConf.to_container(cfg.patches, resolve=True)
+    return {name: dict(options or {}) for name, options in plain.items()}
+
+
+def _policy_options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    patches: dict[str, dict[str, Any]] = {}
     if cfg.architecture is not None:
         architecture = OmegaConf.to_container(cfg.architecture, resolve=True)
         patches[sizes_patch(cfg.policy.type)] = {"architecture": architecture}
