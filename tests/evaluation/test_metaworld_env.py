@@ -89,7 +89,7 @@ def test_success_ends_the_episode_and_time_truncates_it(env):
     long_enough.reset(seed=1)
     terminated = truncated = False
     while not (terminated or truncated):
-        raw = long_enough._scene.env._get_obs()
+        raw = long_enough._simulator.scene.env._get_obs()
         _, _, terminated, truncated, info = long_enough.step(expert.get_action(raw))
     long_enough.close()
     assert (terminated, truncated, info["is_success"]) == (True, False, True)

@@ -59,7 +59,7 @@ def demonstrate(scene: MetaWorldScene, settings: RecordSettings, episode: int) -
 def _attempt(
     scene: MetaWorldScene, settings: RecordSettings, rng: np.random.Generator, num_failed: int
 ) -> Demonstration | None:
-    expert = _expert(scene.task)
+    expert = scripted_expert(scene.task)
     seed = int(rng.integers(2**31))
     noise = float(rng.choice(settings.noise_levels))
     drifts = rng.random() < settings.drift_fraction
@@ -96,7 +96,8 @@ def _drift(scene: MetaWorldScene, observation: np.ndarray, num_steps: int, rng: 
 
 
 @cache
-def _expert(task: str) -> Any:
+def scripted_expert(task: str) -> Any:
+    """MetaWorld's scripted policy of a task: ``get_action`` of the observation (39,) gives an action (4,)."""
     from metaworld.policies import ENV_POLICY_MAP
 
     experts: Mapping[str, Any] = ENV_POLICY_MAP

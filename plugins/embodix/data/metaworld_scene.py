@@ -25,6 +25,7 @@ FPS = 80
 # Without antialiasing a small image shows positions to a pixel only, about a centimetre here. Averaging 3 x 3 costs
 # less than the renderer's own multisampling.
 SUPERSAMPLING = 3
+FRAME_SIZE, FRAME_SUPERSAMPLING = 240, 2
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class MetaWorldScene:
         self.image_size = image_size
         self.env = _make_task(task)
         self._renderer: Any = None
+        self._frame_renderer: Any = None
         for camera in self.cameras:
             _aim(self.env.model.camera(CAMERA_VIEWS[camera].model_name), CAMERA_VIEWS[camera])
 
@@ -111,15 +113,25 @@ class MetaWorldScene:
     def _render_camera(self, view: CameraView) -> np.ndarray:
         if self._renderer is None:
             self._renderer = _make_renderer(self.env.model, self.image_size * SUPERSAMPLING)
-        self._renderer.update_scene(self.env.data, view.model_name)
-        image = _average_blocks(self._renderer.render(), SUPERSAMPLING)
+        return self._take(self._renderer, view, SUPERSAMPLING)
+
+    def frame(self) -> np.ndarray:
+        """The first camera's image for people to watch, uint8 (FRAME_SIZE, FRAME_SIZE, 3)."""
+        if self._frame_renderer is None:
+            self._frame_renderer = _make_renderer(self.env.model, FRAME_SIZE * FRAME_SUPERSAMPLING)
+        return self._take(self._frame_renderer, CAMERA_VIEWS[self.cameras[0]], FRAME_SUPERSAMPLING)
+
+    def _take(self, renderer: Any, view: CameraView, supersampling: int) -> np.ndarray:
+        renderer.update_scene(self.env.data, view.model_name)
+        image = _average_blocks(renderer.render(), supersampling)
         return np.ascontiguousarray(image[::-1, ::-1]) if view.rotate else image
 
     def close(self) -> None:
-        """Free the OpenGL context."""
-        if self._renderer is not None:
-            self._renderer.close()
-            self._renderer = None
+        """Free the OpenGL contexts."""
+        for renderer in (self._renderer, self._frame_renderer):
+            if renderer is not None:
+                renderer.close()
+        self._renderer = self._frame_renderer = None
         self.env.close()
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MetaWorld as a LeRobot environment with several cameras, honoured seeds and the recorder's instructions.
 
-Registered as ``env.type=embodix_metaworld``; upstream's own `make_env`, `eval_policy` and `eval_policy_all` run it.
+The evaluation engine runs its simulators (`EmbodixMetaworldConfig.simulators`). It is also registered as
+``env.type=embodix_metaworld``; upstream's own `make_env`, `eval_policy` and `eval_policy_all` run it.
 """
 
 from collections.abc import Sequence
@@ -15,16 +16,10 @@ from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 
-from embodix.data.instructions import instruction_for
-from embodix.data.metaworld_scene import (
-    ACTION_DIM,
-    FPS,
-    STATE_NAMES,
-    MetaWorldScene,
-    check_cameras,
-    check_state,
-    robot_state,
-)
+from embodix.data.metaworld_scene import ACTION_DIM, FPS, STATE_NAMES, check_cameras, check_state
+from embodix.data.metaworld_sets import expand_tasks
+from embodix.data.rendering import select_gl_backend
+from embodix.evaluation.metaworld_simulator import MetaWorldSimulator, MetaWorldSimulators, view_of
 
 GYM_ID = "embodix/MetaWorld-v3"
 
@@ -66,13 +61,13 @@ class MetaWorldEnv(gym.Env):
         render_every: int = 1,
         state: Sequence[str] = STATE_NAMES,
     ) -> None:
-        check_state(state)
         if render_every < 1:
             raise ValueError(f"`render_every` must be at least 1 step, got {render_every}.")
         self.task = task
-        self.task_description = instruction if instruction is not None else instruction_for(task)
+        view = view_of(cameras, image_size, state, episode_length)
+        self._simulator = MetaWorldSimulator(task, view, instruction)
+        self.task_description = self._simulator.instruction
         self._max_episode_steps = episode_length  # the name that lerobot_eval.rollout asks for
-        self._scene = MetaWorldScene(task, cameras, image_size)
         image = spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
         self.observation_space = spaces.Dict(
             {
@@ -82,43 +77,41 @@ class MetaWorldEnv(gym.Env):
         )
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_DIM,), np.float32)
         self._render_every = render_every
-        self._state = tuple(state)
         self._images: dict[str, np.ndarray] = {}
         self.seeded_episodes: list[SeededEpisode] = []
         self._seed: int | None = None
-        self._num_steps = 0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Start an episode; the seed decides goal and objects."""
         super().reset(seed=seed)
-        self._seed, self._num_steps = seed, 0
-        return self._observe(self._scene.reset(seed)), {"is_success": False}
+        self._seed = seed
+        self._simulator.reset(seed)
+        return self._observe(), {"is_success": False}
 
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Apply an action (4,), clipped to [-1, 1]."""
-        raw_observation, reward, success = self._scene.step(np.clip(action, -1.0, 1.0))
-        self._num_steps += 1
-        truncated = not success and self._num_steps >= self._max_episode_steps
-        if self._seed is not None and (success or truncated):
-            self.seeded_episodes.append(SeededEpisode(self._seed, success, self._num_steps))
+        outcome = self._simulator.step(action)
+        truncated = outcome.done and not outcome.success
+        if self._seed is not None and outcome.done:
+            self.seeded_episodes.append(SeededEpisode(self._seed, outcome.success, self._simulator.num_steps))
             self._seed = None
-        info = {"is_success": success, "task": self.task}
-        return self._observe(raw_observation), reward, success, truncated, info
+        info = {"is_success": outcome.success, "task": self.task}
+        return self._observe(), outcome.reward, outcome.success, truncated, info
 
     def render(self) -> np.ndarray:
         """The images of all cameras side by side, uint8 (image_size, num_cameras * image_size, 3)."""
-        return np.concatenate(list(self._scene.render().values()), axis=1)
+        return np.concatenate(list(self._simulator.scene.render().values()), axis=1)
 
     def close(self) -> None:
         """Free the renderer."""
-        self._scene.close()
+        self._simulator.close()
 
-    def _observe(self, raw_observation: np.ndarray) -> dict[str, Any]:
-        if self._num_steps % self._render_every == 0:
-            self._images = self._scene.render()
-        return {"pixels": self._images, "agent_pos": robot_state(raw_observation, self._state)}
+    def _observe(self) -> dict[str, Any]:
+        if self._simulator.num_steps % self._render_every == 0:
+            self._images = self._simulator.scene.render()
+        return {"pixels": self._images, "agent_pos": self._simulator.robot_state()}
 
 
 @EnvConfig.register_subclass("embodix_metaworld")
@@ -147,6 +140,21 @@ class EmbodixMetaworldConfig(EnvConfig):
             shape = (self.image_size, self.image_size, 3)
             self.features[f"pixels/{camera}"] = PolicyFeature(FeatureType.VISUAL, shape)
             self.features_map[f"pixels/{camera}"] = f"{OBS_IMAGES}.{camera}"
+
+    def simulators(self) -> MetaWorldSimulators:
+        """The simulators of `task`: a task, a set of tasks such as MT10, or several with commas between.
+
+        Raises:
+            ValueError: an unknown task, or one `instruction` for several tasks.
+            RuntimeError: no OpenGL backend renders on this machine.
+        """
+        tasks = expand_tasks(self.task)
+        if self.instruction is not None and len(tasks) > 1:
+            raise ValueError(f"`instruction` is of one task, and `task` names {len(tasks)}: {', '.join(tasks)}.")
+        select_gl_backend()  # here, once: worker processes inherit it
+        instructions = {} if self.instruction is None else {tasks[0]: self.instruction}
+        view = view_of(self.cameras, self.image_size, self.state, self.episode_length)
+        return MetaWorldSimulators(tasks, view, instructions, env_cfg=self)
 
     @property
     def type(self) -> str:
