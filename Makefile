@@ -24,7 +24,7 @@ demo: setup ## record data in the simulator, train upstream and embodix side by 
 	$(BIN)/lerobot compare experiment=demo
 
 test: setup ## run the test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope $(PYTEST_ARGS)
 
 lint: setup ## style, types and import arrows
 	$(BIN)/ruff check .
