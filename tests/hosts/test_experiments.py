@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every experiment decodes to a config that upstream accepts, and the two demos draw the same samples."""
+"""Every experiment decodes to a config that upstream accepts, and those that belong together agree."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from embodix import hydra_conf
+from embodix.data.instructions import instruction_for
+from embodix.data.metaworld_scene import task_names
 from embodix.schema.compose import compose
 from embodix.training.host_config import decode_host_config, require_landed_groups
 
@@ -29,3 +31,19 @@ def test_both_demos_train_on_the_same_samples() -> None:
         assert OmegaConf.to_container(demo[node]) == OmegaConf.to_container(groot[node])
     for name in ("batch_size", "seed"):
         assert demo.train[name] == groot.train[name]
+
+
+def test_learn_metaworld_trains_on_its_own_recording() -> None:
+    cfg, recording = compose("train", ["experiment=learn_metaworld"]), compose("data", ["data=learn_metaworld"])
+    assert (cfg.dataset.root, cfg.dataset.repo_id) == (recording.root, recording.repo_id)
+    assert cfg.dataset.episodes is None, "every recorded task is trained"
+    for name in ("cameras", "state", "image_size"):
+        assert cfg.env[name] == recording[name]
+
+
+def test_learn_metaworld_has_four_tasks_with_different_instructions() -> None:
+    tasks = list(compose("data", ["data=learn_metaworld"]).tasks)
+    assert len(tasks) >= 4
+    assert set(tasks) <= set(task_names())
+    assert {"handle-press-side-v3", "handle-pull-side-v3"} <= set(tasks), "two tasks of one scene"
+    assert len({instruction_for(task) for task in tasks}) == len(tasks)

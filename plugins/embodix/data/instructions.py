@@ -28,6 +28,9 @@ INSTRUCTIONS: dict[str, str] = {
         "hand, then bring it right above the handle without touching the box, and finally press the handle "
         "straight down, all the way to its lowest position, and keep it there"
     ),
+    "handle-press-side-v3": "Press the red handle on the side of the box down",
+    "handle-pull-side-v3": "Pull the red handle on the side of the box up",
+    "dial-turn-v3": "Put your fingers beside the knob of the dial and turn it",
 }
 
 
