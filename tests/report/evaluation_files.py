@@ -25,8 +25,9 @@ def episodes(num_solved: int, num_episodes: int = 20, videos: int = 0) -> list[E
             sum_reward=10.0 * index,
             max_reward=1.0,
             video=f"videos/{task}_{100_000 + index}.mp4" if index < videos else None,
+            instruction=instruction,
         )
-        for task in TASKS
+        for task, instruction in TASKS.items()
         for index in range(num_episodes)
     ]
 
@@ -39,7 +40,6 @@ def write_evaluation(folder: Path, name: str, num_solved: int, *, videos: int = 
         policy={"type": "pi05", "features": {"packing": "padding_free"}},
         env={"type": "embodix_metaworld", "task": ",".join(TASKS)},
         settings={"n_episodes": 20, "first_seed": 100_000, "resumed": resumed},
-        instructions=TASKS,
         wall_s=12.5,
         cpu_s=20.0,
     )

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embodix.patching import PatchError
-from embodix.schema import train as train_schema
+from embodix.schema.compose import register_schemas
 
 CONFIG_PACKAGE = "pkg://embodix.hydra_conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -35,7 +35,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     Returns:
         0, or 1 after a user's mistake was printed (set HYDRA_FULL_ERROR=1 for the traceback).
     """
-    train_schema.register()
+    register_schemas()
     sys.argv = [sys.argv[0], *argv]
     wants_traceback = os.environ.get(FULL_ERROR) == "1"
     os.environ[FULL_ERROR] = "1"  # Hydra then raises instead of printing and leaving

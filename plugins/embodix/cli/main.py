@@ -12,6 +12,7 @@ from pathlib import Path
 
 VERBS = {
     "train": "train a policy through upstream LeRobot, with or without +plugin=embodix",
+    "eval": "success of checkpoints in simulation, with interval, controls and pairs",
     "compare": "train variants side by side, step by step on the same samples, and report",
     "plan": "tokens, waste, FLOP bound and memory of each variant, before any training",
     "data": "record demonstrations from a simulator into a LeRobotDataset",

@@ -48,6 +48,7 @@ class EpisodeRecord:
         num_steps: until success, or until the limit.
         num_repeats: how often it was begun again because its simulator died.
         video: path relative to the file.
+        instruction: what the simulator's task says; the results name it once a task.
     """
 
     task: str
@@ -58,6 +59,7 @@ class EpisodeRecord:
     max_reward: float | None = None
     num_repeats: int = 0
     video: str | None = None
+    instruction: str = ""
 
     @property
     def key(self) -> tuple[str, int]:

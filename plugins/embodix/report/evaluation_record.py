@@ -28,7 +28,6 @@ class EvaluationRun:
         policy: type, features in force and patches of the policy; empty for a controller.
         env: the simulator's configuration.
         settings: episodes, seeds, slots and workers.
-        instructions: what each task's instruction says.
         wall_s, cpu_s: seconds that all episodes took, and seconds of processor time in this process and its workers.
     """
 
@@ -37,7 +36,6 @@ class EvaluationRun:
     policy: Mapping[str, Any]
     env: Mapping[str, Any]
     settings: Mapping[str, Any]
-    instructions: Mapping[str, str]
     wall_s: float
     cpu_s: float
 
@@ -60,11 +58,9 @@ def results_record(
         "checkpoint": run.checkpoint,
         "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "success": _success(episodes),
-        "tasks": {
-            task: _task(run.instructions.get(task, ""), [e for e in episodes if e.task == task]) for task in tasks
-        },
-        "episodes": [dataclasses.asdict(episode) for episode in episodes],
-        "controls": {name: [dataclasses.asdict(e) for e in of_control] for name, of_control in controls.items()},
+        "tasks": {task: _task([episode for episode in episodes if episode.task == task]) for task in tasks},
+        "episodes": _fields(episodes),
+        "controls": {name: _fields(of_control) for name, of_control in controls.items()},
         "videos": [episode.video for episode in episodes if episode.video is not None],
         "policy": dict(run.policy),
         "env": dict(run.env),
@@ -106,12 +102,18 @@ def _decode(line: bytes) -> tuple[str, EpisodeRecord]:
     return str(fields.pop("actor")), EpisodeRecord(**fields)
 
 
-def _task(instruction: str, episodes: Sequence[EpisodeRecord]) -> dict[str, Any]:
+def _fields(episodes: Sequence[EpisodeRecord]) -> list[dict[str, Any]]:
+    """Every field but the instruction, which the task has."""
+    fields = [dataclasses.asdict(episode) for episode in episodes]
+    return [{name: value for name, value in episode.items() if name != "instruction"} for episode in fields]
+
+
+def _task(episodes: Sequence[EpisodeRecord]) -> dict[str, Any]:
     steps = [episode.num_steps for episode in episodes if episode.num_steps is not None]
     rewards = [episode.sum_reward for episode in episodes if episode.sum_reward is not None]
     return {
         **_success(episodes),
-        "instruction": instruction,
+        "instruction": next((episode.instruction for episode in episodes if episode.instruction), ""),
         "mean_steps": statistics.fmean(steps) if steps else None,
         "mean_reward": statistics.fmean(rewards) if rewards else None,
     }

@@ -7,9 +7,16 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from embodix.schema import eval as eval_schema
 from embodix.schema import train as train_schema
 
 CONFIG_MODULE = "embodix.hydra_conf"
+
+
+def register_schemas() -> None:
+    """Make every verb's schema known to Hydra."""
+    train_schema.register()
+    eval_schema.register()
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
@@ -18,7 +25,7 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
     Raises:
         hydra.errors.HydraException: a group, option or field that does not exist.
     """
-    train_schema.register()
+    register_schemas()
     if GlobalHydra.instance().is_initialized():
         return hydra.compose(config_name, overrides=overrides)
     with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):

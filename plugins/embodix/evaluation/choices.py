@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command asks of an evaluation, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from embodix.evaluation.policy_loading import PolicyChoices
+
+ACTORS = ("policy", "expert", "blind", "blank_image", "wrong_prompt")
+OF_THE_POLICY = ("policy", "blank_image", "wrong_prompt")
+FEATURE_GROUPS = ("plugin", "packing", "attention", "vision_tokens", "language", "strict_plugins")
+
+
+def check_choices(cfg: DictConfig, checkpoints: Sequence[str]) -> None:
+    """Refuse what can't be run.
+
+    Raises:
+        ValueError: an unknown actor or control, a policy without checkpoint, several checkpoints for a controller, too
+            few episodes, or a wrong-prompt actor without words.
+    """
+    _require_known("actor", cfg.actor, ACTORS)
+    for control in cfg.controls:
+        _require_known("controls", control, ACTORS[1:])
+    controls = list(cfg.controls)
+    if len(set(controls)) < len(controls) or cfg.actor in controls:
+        raise ValueError(f"controls are run beside the actor, each once; got actor={cfg.actor}, controls={controls}.")
+    asks = [name for name in (cfg.actor, *controls) if needs_policy(name)]
+    if asks and not checkpoints:
+        raise ValueError(
+            f"{' and '.join(asks)} needs a checkpoint: checkpoint=outputs/train/.../run. Without one there are "
+            "actor=expert and actor=blind."
+        )
+    if not needs_policy(cfg.actor) and (len(checkpoints) > 1 or asks):
+        raise ValueError(f"actor={cfg.actor} runs without a policy; got checkpoints {list(checkpoints)} and {asks}.")
+    if cfg.eval.n_episodes < 1:
+        raise ValueError(f"eval.n_episodes must be at least 1 episode a task; got {cfg.eval.n_episodes}.")
+    if cfg.actor == "wrong_prompt" and cfg.wrong_prompt is None:
+        raise ValueError("actor=wrong_prompt needs the words to say: wrong_prompt='...'.")
+
+
+def needs_policy(actor: str) -> bool:
+    """Whether an actor or control is a checkpoint's policy."""
+    return actor in OF_THE_POLICY
+
+
+def policy_choices(cfg: DictConfig, overrides: Sequence[str]) -> PolicyChoices:
+    """What the command changes of the checkpoint: the feature groups that it names, and fields of the policy."""
+    policy: Any = OmegaConf.to_container(cfg.policy, resolve=True)
+    rename_map: Any = OmegaConf.to_container(cfg.rename_map) if cfg.rename_map is not None else None
+    return PolicyChoices(
+        features=[override for override in overrides if _names_a_feature(override)],
+        policy=policy,
+        rename_map=rename_map,
+        tokenizer=cfg.tokenizer.directory,
+    )
+
+
+def _names_a_feature(override: str) -> bool:
+    key = override.lstrip("+~").partition("=")[0]
+    return key.partition(".")[0] in FEATURE_GROUPS
+
+
+def _require_known(place: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{place} must be one of {', '.join(known)}; got {name!r}.{hint}")

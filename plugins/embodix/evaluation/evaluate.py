@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lerobot eval``: from a composed config to results, page and the evaluations themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lerobot.envs.configs import EnvConfig
+from omegaconf import DictConfig, OmegaConf
+
+from embodix.evaluation.actors import Actor, ExpertActor, PolicyActor, ReplayActor
+from embodix.evaluation.choices import check_choices, needs_policy, policy_choices
+from embodix.evaluation.controls import mean_action_sequence
+from embodix.evaluation.engine import EngineSettings
+from embodix.evaluation.episodes import plan_episodes
+from embodix.evaluation.model_folder import ModelFolder, find_model
+from embodix.evaluation.named_checkpoints import name_checkpoints
+from embodix.evaluation.policy_loading import LoadedPolicy, loaded_policy
+from embodix.evaluation.progress import EvaluationProgress
+from embodix.evaluation.session import ActorRun, EvaluationSession, default_num_workers, other_instructions
+from embodix.evaluation.simulators import simulators_of
+from embodix.report.evaluation import Evaluation, pair_success, read_evaluation
+from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
+from embodix.report.evaluation_record import EvaluationRun, results_record, write_results
+from embodix.report.manifest import write_text_atomically
+from embodix.training.host_config import decode_env
+
+PAGE_FILE, PAIRS_FILE = "results.html", "pairs.json"
+
+
+def run_evaluation(cfg: DictConfig, overrides: Sequence[str], output_dir: Path) -> list[Evaluation]:
+    """Evaluate as the config says.
+
+    Args:
+        cfg: the composed ``eval`` config.
+        overrides: the Hydra overrides of this command.
+        output_dir: for ``results.json``, ``results.html``, ``episodes.jsonl`` and videos; of several checkpoints, each
+            has a folder of its name in it, and ``pairs.json`` compares them.
+
+    Returns:
+        One evaluation for each checkpoint, or that of a controller.
+
+    Raises:
+        ValueError: a mistake in the config, the checkpoint or the environment; the message says what to do.
+    """
+    checkpoints = {name: find_model(path) for name, path in name_checkpoints(_plain(cfg.checkpoint)).items()}
+    check_choices(cfg, list(checkpoints))
+    env_cfg = _environment(cfg, list(checkpoints.values()))
+    with EvaluationProgress() as progress:
+        evaluator = _Evaluator(cfg, overrides, env_cfg, output_dir, progress)
+        if needs_policy(cfg.actor):
+            folders = [evaluator.evaluate(name, source, len(checkpoints)) for name, source in checkpoints.items()]
+        else:
+            folders = [evaluator.evaluate_controller(next(iter(checkpoints.values()), None))]
+    evaluated = [_read(folder, output_dir) for folder in folders]
+    write_text_atomically(output_dir / PAGE_FILE, render_evaluations(evaluated, output_dir))
+    evaluations = [item.evaluation for item in evaluated]
+    if len(evaluations) > 1:
+        _write_pairs(output_dir / PAIRS_FILE, evaluations)
+    return evaluations
+
+
+class _Evaluator:
+    """Evaluates one policy after another in the same simulators."""
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        overrides: Sequence[str],
+        env_cfg: EnvConfig,
+        output_dir: Path,
+        progress: EvaluationProgress,
+    ) -> None:
+        self._cfg, self._env_cfg, self._output_dir = cfg, env_cfg, output_dir
+        self._choices = policy_choices(cfg, overrides)
+        simulators = simulators_of(env_cfg)
+        episodes = plan_episodes(simulators.tasks, cfg.eval.n_episodes, cfg.eval.first_seed)
+        self._session = EvaluationSession(simulators, episodes, _engine_settings(cfg), progress)
+        self._shared: dict[str, ActorRun] = {}
+
+    def evaluate(self, name: str, source: ModelFolder, num_checkpoints: int) -> Path:
+        """A checkpoint and its controls; returns the folder of its results."""
+        folder = self._output_dir / name if num_checkpoints > 1 else self._output_dir
+        with loaded_policy(source, self._env_cfg, self._choices) as loaded:
+            actor = _PolicyActors(loaded, self._env_cfg, name, self._cfg)
+            main = self._session.run("policy", actor.of(self._cfg.actor, {}), folder, videos=True)
+            controls = {
+                control: self._session.run(control, actor.of(control, main.instructions), folder, videos=False)
+                if needs_policy(control)
+                else self._controller(control, source)
+                for control in self._cfg.controls
+            }
+            description = loaded.description
+        self._write(folder, name, source.model, description, main, controls)
+        return folder
+
+    def evaluate_controller(self, source: ModelFolder | None) -> Path:
+        """The expert or the blind control alone."""
+        main = self._session.run(
+            "policy", self._build_controller(self._cfg.actor, source), self._output_dir, videos=True
+        )
+        controls = {control: self._controller(control, source) for control in self._cfg.controls}
+        self._write(self._output_dir, self._cfg.actor, None, {}, main, controls)
+        return self._output_dir
+
+    def _controller(self, control: str, source: ModelFolder | None) -> ActorRun:
+        """A control that no checkpoint changes: run once, shown beside each."""
+        if control not in self._shared:
+            actor = self._build_controller(control, source)
+            self._shared[control] = self._session.run(control, actor, self._output_dir, videos=False)
+        return self._shared[control]
+
+    def _build_controller(self, name: str, source: ModelFolder | None) -> Actor:
+        if name == "expert":
+            return ExpertActor()
+        root = _recording(self._cfg, source)
+        length: int = self._env_cfg.episode_length  # type: ignore[attr-defined]  # of every environment with recordings
+        tasks = self._session.simulators.tasks
+        return ReplayActor({task: mean_action_sequence(root, task, length) for task in tasks}, name)
+
+    def _write(
+        self,
+        folder: Path,
+        name: str,
+        checkpoint: str | None,
+        description: Mapping[str, Any],
+        main: ActorRun,
+        controls: Mapping[str, ActorRun],
+    ) -> None:
+        runs = [main, *controls.values()]
+        run = EvaluationRun(
+            name=name,
+            checkpoint=checkpoint,
+            policy=description,
+            env=_plain_env(self._env_cfg),
+            settings=self._settings(),
+            wall_s=sum(run.wall_s for run in runs),
+            cpu_s=sum(run.cpu_s for run in runs),
+        )
+        episodes = {control: control_run.episodes for control, control_run in controls.items()}
+        write_results(folder, results_record(run, main.episodes, episodes))
+
+    def _settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = _plain(self._cfg.eval)
+        return {
+            **settings,
+            "num_workers": self._session.settings.num_workers,
+            "actor": self._cfg.actor,
+            "wrong_prompt": self._cfg.wrong_prompt,
+            "resumed": self._session.resumed,
+        }
+
+
+@dataclass(frozen=True)
+class _PolicyActors:
+    """The policy itself, and what it is under its controls."""
+
+    loaded: LoadedPolicy
+    env_cfg: EnvConfig
+    name: str
+    cfg: DictConfig
+
+    def of(self, kind: str, instructions: Mapping[str, str]) -> PolicyActor:
+        """The actor of ``policy``, ``blank_image`` or ``wrong_prompt``."""
+        loaded, instruction_of = self.loaded, None
+        if kind == "wrong_prompt":
+            words: str | None = self.cfg.wrong_prompt
+            others = dict.fromkeys(instructions, words) if words is not None else other_instructions(instructions)
+            instruction_of = others.__getitem__
+        return PolicyActor(
+            loaded.policy,
+            loaded.preprocessor,
+            loaded.postprocessor,
+            self.env_cfg,
+            blank_images=kind == "blank_image",
+            instruction_of=instruction_of,
+            name=self.name if kind == "policy" else f"{self.name}, {kind.replace('_', ' ')}",
+        )
+
+
+def _engine_settings(cfg: DictConfig) -> EngineSettings:
+    chosen: dict[str, Any] = {key: value for key, value in cfg.eval.items() if key not in ("n_episodes", "first_seed")}
+    if chosen["num_workers"] is None:
+        chosen["num_workers"] = default_num_workers()
+    return EngineSettings(**chosen, videos_dir=Path("videos"))  # each run has a folder of its own
+
+
+def _environment(cfg: DictConfig, sources: Sequence[ModelFolder]) -> EnvConfig:
+    """The environment of the command, or of the runs that trained the checkpoints."""
+    node = _plain(cfg.env)
+    if node is None:
+        nodes = [source.train_config.get("env") for source in sources]
+        node = next((found for found in nodes if found is not None), None)
+        if node is None or any(found != node for found in nodes):
+            raise ValueError(
+                "No environment was chosen, and the runs that trained the checkpoints have none, or different ones. "
+                "Choose one: env=metaworld, env=pusht, env=libero, or env.type=... of LeRobot."
+            )
+    if isinstance(node.get("task"), list):
+        node = {**node, "task": ",".join(map(str, node["task"]))}
+    return decode_env(node)
+
+
+def _recording(cfg: DictConfig, source: ModelFolder | None) -> str:
+    """Root of the demonstrations that the blind control replays."""
+    trained_on = source.train_config.get("dataset", {}).get("root") if source else None
+    root = cfg.dataset.root or trained_on
+    if root is None:
+        raise ValueError(
+            "The blind control replays the mean demonstration of a recording, and none is known. Give its folder: "
+            "dataset.root=data/metaworld_demo."
+        )
+    return str(root)
+
+
+def _read(folder: Path, output_dir: Path) -> EvaluatedFolder:
+    evaluation = read_evaluation(folder / "results.json")
+    assert evaluation is not None
+    return EvaluatedFolder(evaluation, "" if folder == output_dir else folder.name)
+
+
+def _write_pairs(path: Path, evaluations: Sequence[Evaluation]) -> None:
+    baseline = evaluations[0]
+    pairs = {variant.name: pair_success(baseline, variant) for variant in evaluations[1:]}
+    record = {
+        "baseline": baseline.name,
+        "pairs": {name: asdict(pair) for name, pair in pairs.items() if pair is not None},
+    }
+    write_text_atomically(path, json.dumps(record, indent=2) + "\n")
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def _plain_env(env_cfg: EnvConfig) -> dict[str, Any]:
+    """The environment's fields as JSON types, without the features that follow from them."""
+    fields = {key: value for key, value in vars(env_cfg).items() if key not in ("features", "features_map")}
+    plain: dict[str, Any] = json.loads(json.dumps({"type": env_cfg.type, **fields}, default=str))
+    return plain

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a checkpoint keeps its model, and what is known of the run that trained it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lerobot.configs.train import TRAIN_CONFIG_NAME
+from lerobot.utils.constants import CHECKPOINTS_DIR, LAST_CHECKPOINT_LINK, PRETRAINED_MODEL_DIR
+from omegaconf import DictConfig
+
+from embodix.data.embodiments import EMBODIMENTS_DIR, embodiment_folder
+from embodix.data.mixture_spec import decode_mixture, is_mixture
+from embodix.training.checkpoint import ARCHITECTURE_FILE, OVERRIDES_FILE
+from embodix.training.run import compose_train, merge_overrides
+
+CONFIG_NAME = "config.json"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+GROUPS = {"pi05": "pi05", "groot": "groot_n15"}  # policy type -> the group with what it needs to run here
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A pretrained model as LeRobot saves it.
+
+    Attributes:
+        model: its folder, or its name on the hub.
+        run_files: the folder with the run's own files: the same, or that of the mixture it is a member of.
+    """
+
+    model: str
+    run_files: Path
+
+    @property
+    def overrides(self) -> list[str]:
+        """Hydra overrides of the run that trained it; none where plain LeRobot did."""
+        return list(self._json(OVERRIDES_FILE) or [])
+
+    @property
+    def train_config(self) -> dict[str, Any]:
+        """Upstream's config of that run; empty where the folder has none."""
+        return dict(self._json(TRAIN_CONFIG_NAME) or {})
+
+    @property
+    def architecture(self) -> dict[str, Any] | None:
+        """Widths and depths of a small policy."""
+        architecture: dict[str, Any] | None = self._json(ARCHITECTURE_FILE)
+        return architecture
+
+    def compose_run(self, policy_type: str, added: list[str]) -> DictConfig:
+        """The train config of the run, with this command's choices in place of its own.
+
+        Raises:
+            ValueError: overrides of the run that no longer compose.
+        """
+        recorded = self.overrides
+        if not recorded:
+            group = GROUPS.get(policy_type, "upstream")
+            recorded = [f"policy={group}", f"policy.type={policy_type}", "tokenizer.directory=null"]
+        try:
+            cfg = compose_train(merge_overrides(recorded, added))
+        except Exception as error:  # Hydra's and OmegaConf's errors have no class in common
+            raise ValueError(
+                f"The overrides of the run that trained {self.model} do not compose here: {error}. Is a plugin or a "
+                f"config missing? They are in {self.run_files / OVERRIDES_FILE}."
+            ) from error
+        if self.architecture is not None:
+            cfg.architecture = self.architecture
+        return cfg
+
+    def member(self, cfg: DictConfig) -> ModelFolder:
+        """The model of the embodiment that a mixture is evaluated as; the folder itself for any other run."""
+        if not is_mixture(cfg.dataset) or self.run_files != Path(self.model):
+            return self
+        from omegaconf import OmegaConf
+
+        node: Any = OmegaConf.to_container(cfg.dataset, resolve=True)
+        folder = embodiment_folder(self.run_files, decode_mixture(node).evaluate_as)
+        return ModelFolder(str(folder), self.run_files)
+
+    def _json(self, name: str) -> Any:
+        path = self.run_files / name
+        return json.loads(path.read_text()) if path.is_file() else None
+
+
+def find_model(path: Path | str) -> ModelFolder:
+    """Accept a run, checkpoint or model folder, a file in one, a link to one, or a model's name on the hub.
+
+    Raises:
+        ValueError: no model there; the message lists where it was looked for.
+    """
+    given = Path(path)
+    start = given.parent if given.is_file() else given
+    tried = [
+        start,
+        start / PRETRAINED_MODEL_DIR,
+        start / LAST_CHECKPOINT_LINK / PRETRAINED_MODEL_DIR,
+        start / CHECKPOINTS_DIR / LAST_CHECKPOINT_LINK / PRETRAINED_MODEL_DIR,
+        start / "run" / CHECKPOINTS_DIR / LAST_CHECKPOINT_LINK / PRETRAINED_MODEL_DIR,
+    ]
+    for folder in tried:
+        if _is_model(folder):
+            return _model_at(folder)
+    if not given.exists() and HUB_NAME.fullmatch(str(path)):
+        return ModelFolder(str(path), given)
+    raise ValueError(
+        f"checkpoint={path} holds no model ({CONFIG_NAME} with the policy's type). Give a run folder, a checkpoint "
+        f"(checkpoints/000100, checkpoints/last), its {PRETRAINED_MODEL_DIR}, or a model on the hub as owner/name. "
+        f"Looked in: {', '.join(map(str, tried))}."
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    config = folder / CONFIG_NAME
+    return config.is_file() and "type" in json.loads(config.read_text())
+
+
+def _model_at(folder: Path) -> ModelFolder:
+    folder = _without_links(folder)
+    of_mixture = folder.parent.name == EMBODIMENTS_DIR
+    return ModelFolder(str(folder), folder.parent.parent if of_mixture else folder)
+
+
+def _without_links(folder: Path) -> Path:
+    """The checkpoint that `last` or `best` names now: the link may move on while it is evaluated."""
+    return folder.resolve()

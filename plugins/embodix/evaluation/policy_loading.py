@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint as a policy that can act: patches, sizes, tokenizer and features as in the run that trained it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.envs.configs import EnvConfig
+from lerobot.policies.factory import make_policy, make_pre_post_processors
+from omegaconf import DictConfig
+
+from embodix.data.tokenizer import offline_tokenizer
+from embodix.evaluation.env_features import require_fitting_features
+from embodix.evaluation.model_folder import ModelFolder
+from embodix.patching import patched
+from embodix.training.features import install_features, select_features
+from embodix.training.host_context import policy_patches
+
+if TYPE_CHECKING:
+    from lerobot.policies.pretrained import PreTrainedPolicy
+
+
+@dataclass(frozen=True)
+class PolicyChoices:
+    """What a command changes of a checkpoint.
+
+    Attributes:
+        features: Hydra overrides of feature groups, in place of the run's.
+        policy: fields of the policy's config.
+        rename_map: environment key -> policy key; None keeps the checkpoint's.
+        tokenizer: folder of an offline tokenizer; None for the run's.
+    """
+
+    features: Sequence[str] = ()
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    rename_map: Mapping[str, str] | None = None
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy ready to act.
+
+    Attributes:
+        description: type, folder, parameters, features and patches, for the results.
+        notes: what a reader must know, for example cameras that stay blank.
+    """
+
+    policy: PreTrainedPolicy
+    preprocessor: Any
+    postprocessor: Any
+    description: dict[str, Any]
+    notes: list[str]
+
+
+@contextmanager
+def loaded_policy(source: ModelFolder, env_cfg: EnvConfig, choices: PolicyChoices) -> Iterator[LoadedPolicy]:
+    """Load a checkpoint; inside the block its patches and its tokenizer are in force.
+
+    Raises:
+        ValueError: features that don't fit the environment, a config that upstream rejects, or missing files.
+        embodix.patching.PatchError: a patch does not fit the installed host.
+    """
+    policy_type = _policy_type(source)
+    cfg = source.compose_run(policy_type, list(choices.features))
+    source = source.member(cfg)
+    with ExitStack() as stack:
+        patches = policy_patches(cfg)
+        stack.enter_context(patched(patches))
+        directory = choices.tokenizer or cfg.tokenizer.directory
+        if directory is not None and policy_type != "groot":
+            stack.enter_context(offline_tokenizer(_existing(Path(directory), source)))
+        policy_cfg = _policy_config(source, choices.policy)
+        pre, post = _processors(policy_cfg, source, choices.rename_map)
+        notes = require_fitting_features(policy_cfg, env_cfg, _rename_map(pre))
+        policy = make_policy(cfg=policy_cfg, env_cfg=env_cfg, rename_map=_rename_map(pre)).eval()
+        features = stack.enter_context(_features(policy, cfg))
+        description = {
+            "type": policy_type,
+            "model": source.model,
+            "num_parameters": sum(parameter.numel() for parameter in policy.parameters()),
+            "device": str(policy_cfg.device),
+            "features": features,
+            "patches": sorted(patches),
+            "notes": notes,
+        }
+        yield LoadedPolicy(policy, pre, post, description, notes)
+
+
+def _policy_type(source: ModelFolder) -> str:
+    return str(PreTrainedConfig.from_pretrained(source.model).type)
+
+
+def _policy_config(source: ModelFolder, changes: Mapping[str, Any]) -> PreTrainedConfig:
+    """The checkpoint's config with the fields of this command, as upstream's command line changes them."""
+    overrides = [f"--{name}={_argument(value)}" for name, value in changes.items() if value is not None]
+    config = PreTrainedConfig.from_pretrained(source.model, cli_overrides=overrides)
+    config.pretrained_path = Path(source.model)
+    return config
+
+
+def _argument(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _processors(config: PreTrainedConfig, source: ModelFolder, rename_map: Mapping[str, str] | None) -> tuple[Any, Any]:
+    """Upstream's processors, on this machine's device, as `lerobot_eval.eval_main` makes them."""
+    overrides: dict[str, Any] = {"device_processor": {"device": str(config.device)}}
+    if rename_map is not None:
+        overrides["rename_observations_processor"] = {"rename_map": dict(rename_map)}
+    return make_pre_post_processors(config, pretrained_path=source.model, preprocessor_overrides=overrides)
+
+
+def _rename_map(preprocessor: Any) -> dict[str, str]:
+    """What the preprocessor renames before the policy sees it."""
+    renamed: dict[str, str] = {}
+    for step in preprocessor.steps:
+        renamed |= getattr(step, "rename_map", {})
+    return renamed
+
+
+@contextmanager
+def _features(policy: PreTrainedPolicy, cfg: DictConfig) -> Iterator[dict[str, Any]]:
+    """The packed computation of the run's features, undone at the end."""
+    accelerator = Accelerator(cpu=torch.device(str(policy.config.device)).type == "cpu")
+    installed = install_features(policy, select_features(cfg), accelerator)
+    try:
+        yield (
+            installed.installation.describe() if installed.installation else {"attention": installed.attention_backend}
+        )
+    finally:
+        if installed.installation is not None:
+            installed.installation.uninstall()
+
+
+def _existing(directory: Path, source: ModelFolder) -> Path:
+    if not directory.is_dir():
+        raise ValueError(
+            f"The tokenizer that {source.model} was trained with is not at {directory}. Run from the folder that the "
+            "run was started in, or give its place: tokenizer.directory=<recording>/tokenizer."
+        )
+    return directory
