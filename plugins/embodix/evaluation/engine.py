@@ -117,7 +117,7 @@ class Engine:
 
         Raises:
             ValueError: a task that the simulators do not have, or an action that is not finite.
-            RuntimeError: a simulator could not be built, or an episode failed more than `max_repeats` times.
+            RuntimeError: a simulator could not be set up, or an episode failed more than `max_repeats` times.
         """
         unknown = sorted({episode.task for episode in episodes} - set(self._simulators.tasks))
         if unknown:
@@ -244,7 +244,7 @@ class _Run:
     def _repeat(self, reply: Failed | Lost) -> Begin:
         attempt = self._attempts[reply.slot]
         if isinstance(reply, Failed) and not reply.can_repeat:
-            raise RuntimeError(f"The simulator of {attempt.episode.task} can't be built:\n{reply.reason}")
+            raise RuntimeError(f"The simulator of {attempt.episode.task} can't be set up:\n{reply.reason}")
         if attempt.num_repeats >= self._settings.max_repeats:
             raise RuntimeError(
                 f"Episode {attempt.episode} failed {attempt.num_repeats + 1} times after "

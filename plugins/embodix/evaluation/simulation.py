@@ -75,7 +75,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The simulator raised an exception and is gone. `can_repeat` is False where it could not even be built."""
+    """The simulator raised an exception and is gone. `can_repeat` is False where it could not even be set up."""
 
     slot: int
     reason: str
@@ -87,9 +87,15 @@ Reply = Ready | Finished | Failed
 
 
 class RunningEpisode:
-    """An episode under way on its simulator."""
+    """An episode under way on its simulator.
+
+    Raises:
+        ValueError: the expert is to act, and the simulator has none.
+    """
 
     def __init__(self, simulator: Simulator, begin: Begin) -> None:
+        if begin.by_expert and not isinstance(simulator, HasExpert):
+            raise ValueError(f"The simulator of {begin.episode.task} has no scripted controller that could act.")
         self._simulator, self._begin = simulator, begin
         self._observations: deque[Observation] = deque(maxlen=max(begin.num_observations, 1))
         self._frames: list[np.ndarray] = []
@@ -113,8 +119,7 @@ class RunningEpisode:
         return self._report()
 
     def _run_expert(self) -> Ready | Finished:
-        if not isinstance(self._simulator, HasExpert):
-            raise ValueError(f"The simulator of {self._begin.episode.task} has no scripted controller to act.")
+        assert isinstance(self._simulator, HasExpert)
         while not self._done:
             self._step(self._simulator.expert_action())
         return self._report()
@@ -170,8 +175,8 @@ class Simulations:
                 return self._running[command.slot].advance(command.actions_TA)
             can_repeat = False
             simulator = self._simulator_for(command.slot, command.episode.task)
-            can_repeat = True
             self._running[command.slot] = RunningEpisode(simulator, command)
+            can_repeat = True
             return self._running[command.slot].start()
         except Exception:
             self._discard(command.slot)
