@@ -36,8 +36,12 @@ if "$PYTHON" -m embodix.data.libero_setup --check; then
 fi
 say "installing the locked packages (about 1.3 GB on disk; a first run downloads 600 MB)"
 install_packages
-if ! set_up; then
-  say "the packages are damaged; installing them again"
+code=0
+set_up || code=$?
+if [ "$code" = 2 ]; then
+  say "installing the packages again"
   install_packages --reinstall
-  set_up
+  code=0
+  set_up || code=$?
 fi
+exit "$code"

@@ -55,7 +55,12 @@ def register_environments() -> list[Registration]:
             "embodix_metaworld",
             "embodix.evaluation.metaworld:EmbodixMetaworldConfig",
             "MetaWorld with several cameras and honoured seeds",
-        )
+        ),
+        Registration(
+            "embodix_libero",
+            "embodix.evaluation.libero:EmbodixLiberoConfig",
+            "LIBERO as upstream's, seeds honoured, resets and rendering only when needed",
+        ),
     ]
 
 

@@ -11,6 +11,7 @@ renamed, so an interrupted set-up is seen and repaired by the next.
 """
 
 import argparse
+import csv
 import importlib.metadata
 import importlib.util
 import os
@@ -126,12 +127,14 @@ def _is_installed(distribution: str) -> bool:
 
 def _package_problem(distribution: str) -> str | None:
     """The first file of an installed package that is missing or has another size than recorded, or None."""
-    for file in importlib.metadata.files(distribution) or []:
-        path = Path(str(file.locate()))
+    installed = importlib.metadata.distribution(distribution)
+    # Not `installed.files`, which leaves out the files that are missing.
+    for name, _, size in csv.reader((installed.read_text("RECORD") or "").splitlines()):
+        path = Path(str(installed.locate_file(name)))
         if not path.exists():
-            return f"{distribution} lacks its file {file}"
-        if file.size is not None and path.stat().st_size != file.size:
-            return f"{distribution} has a damaged file {file}: {path.stat().st_size} bytes instead of {file.size}"
+            return f"{distribution} lacks its file {name}"
+        if size and path.stat().st_size != int(size):
+            return f"{distribution} has a damaged file {name}: {path.stat().st_size} bytes instead of {size}"
     return None
 
 
@@ -221,10 +224,14 @@ def _download_assets() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Set up or check, and say what there is."""
+    """Set up or check, and say what there is. Returns the exit code: 2 where a package must be installed again."""
     parser = argparse.ArgumentParser(prog="python -m embodix.data.libero_setup", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing")
-    state = inspect_libero() if parser.parse_args(argv).check else set_up_libero()
+    try:
+        state = inspect_libero() if parser.parse_args(argv).check else set_up_libero()
+    except (ValueError, RuntimeError) as error:
+        print(f"libero: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
     if state.problem is not None:
         print(f"libero: not ready: {state.problem}", file=sys.stderr)
         return 1
