@@ -128,6 +128,11 @@ def test_upstreams_factory_and_preprocessing_give_the_policys_keys_and_text():
     assert features["action"].shape == (4,)
 
 
+def test_upstreams_factory_is_told_one_task():
+    with pytest.raises(ValueError, match="with one task, got 2: reach-v3, push-v3. `lerobot eval` runs several"):
+        make_env(EmbodixMetaworldConfig(task="reach-v3,push-v3"))
+
+
 def test_draccus_knows_the_environment():
     decoded = draccus.decode(EnvConfig, {"type": "embodix_metaworld", "task": "reach-v3", "cameras": ["front"]})
     assert isinstance(decoded, EmbodixMetaworldConfig)

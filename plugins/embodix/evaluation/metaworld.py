@@ -171,8 +171,14 @@ class EmbodixMetaworldConfig(EnvConfig):
 
     @property
     def gym_kwargs(self) -> dict[str, Any]:
+        tasks = expand_tasks(self.task)
+        if len(tasks) > 1:
+            raise ValueError(
+                f"Upstream's evaluation runs this environment with one task, got {len(tasks)}: {', '.join(tasks)}. "
+                "`lerobot eval` runs several."
+            )
         return {
-            "task": self.task,
+            "task": tasks[0],
             "cameras": list(self.cameras),
             "image_size": self.image_size,
             "episode_length": self.episode_length,
