@@ -129,7 +129,7 @@ def test_upstreams_factory_and_preprocessing_give_the_policys_keys_and_text():
 
 
 def test_upstreams_factory_is_told_one_task():
-    with pytest.raises(ValueError, match="with one task, got 2: reach-v3, push-v3. `lerobot eval` runs several"):
+    with pytest.raises(ValueError, match=r"with one task, got 2: reach-v3, push-v3. `lerobot eval` runs several"):
         make_env(EmbodixMetaworldConfig(task="reach-v3,push-v3"))
 
 

@@ -81,7 +81,8 @@ class PointSimulator:
     def __init__(self, task: str, max_steps: int, accident: Accident | None = None) -> None:
         self.instruction, self.max_steps = f"Go {task}", max_steps
         self._task, self._accident = task, accident
-        self._point, self._goal = np.zeros(2), np.zeros(2)
+        self._point: np.ndarray = np.zeros(2)
+        self._goal: np.ndarray = np.zeros(2)
         self._seed, self._num_steps = 0, 0
 
     def reset(self, seed: int) -> None:
