@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from embodix.cli.main import dispatch
+from embodix.report.evaluation import read_evaluation
 from embodix.report.steps import read_steps
 from embodix.testing.host_runs import small_run, train_here
 
@@ -41,7 +42,10 @@ def test_compare_trains_evaluates_and_reports(
         assert manifest["flops_per_step"] > 0
         assert manifest["peak_memory_bytes"] > 0
         assert (variant / "checkpoints" / "last" / "pretrained_model" / "model.safetensors").is_file()
-        evaluations = sorted(variant.glob("*evaluation*.json"))
-        assert evaluations, sorted(variant.iterdir())
+        evaluation = read_evaluation(folder / "evaluation" / name / "results.json")
+        assert evaluation is not None
+        assert [episode.seed for episode in evaluation.episodes] == [100_000, 100_001]
+        assert set(evaluation.control_episodes) == {"blind", "blank_image"}
     report = json.loads((folder / "report.json").read_text())
     assert [variant["name"] for variant in report["variants"]] == ["upstream", "embodix"]
+    assert all(variant["evaluation"]["success"]["num_episodes"] == 2 for variant in report["variants"])

@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 from embodix.attention.segment import SegmentAuto
 from embodix.data.embodiments import embodiment_folder, load_embodiment
 from embodix.data.tokenizer import offline_tokenizer
-from embodix.evaluation.trained_run import EpisodePlan, evaluate_trained_run
+from embodix.evaluation.evaluate import run_evaluation
 from embodix.packing.packers import PaddingFreePacker
 from embodix.patching import patched
 from embodix.policies.cost import read_dataset_facts
@@ -242,11 +242,10 @@ def test_a_member_is_evaluated_in_its_own_units_and_cameras(
     folder = tmp_path / "run"
     train_here(mixture_run(*options, "+plugin=embodix", f"train.output_dir={folder}"))
     assert list((folder / "eval").rglob("*.mp4"))
-    session = current_session()
-    with offline_tokenizer(demonstrations / "tokenizer"):
-        plan = EpisodePlan(num_episodes=1, num_envs=1, start_seed=0)
-        results = evaluate_trained_run(folder, session.policy, session.host_cfg.env, plan, None, member="sim")
-    assert [episode.num_steps for episode in results["policy"].episodes] == [3]
+    choices = ["eval.n_episodes=1", "eval.num_workers=0", "eval.videos=0"]
+    cfg = compose("eval", [f"checkpoint={folder}", *choices])
+    (evaluation,) = run_evaluation(cfg, choices, tmp_path / "evaluation")
+    assert [episode.num_steps for episode in evaluation.episodes] == [3]
 
 
 def test_the_cost_of_a_mixture_is_not_planned() -> None:

@@ -79,7 +79,9 @@ def write_run(
     if successes is not None:
         controls = {"blind": episodes(20), "blank_image": episodes(6)}
         record = {"episodes": episodes(successes), "controls": controls}
-        (folder / "evaluation.json").write_text(json.dumps(record))
+        results = folder.parent.parent / "evaluation" / folder.name / "results.json"
+        results.parent.mkdir(parents=True)
+        results.write_text(json.dumps(record))
     return folder
 
 

@@ -137,6 +137,7 @@ def test_a_sweep_of_one_run_says_that_there_is_nothing_to_compare(tmp_path):
 def test_a_damaged_evaluation_is_refused(tmp_path, episodes):
     folder = write_run(tmp_path / "run", "embodix", num_steps=2)
     named = [{"task": "a", **episode} for episode in episodes]
-    (folder / "evaluation.json").write_text(json.dumps({"episodes": named, "controls": {}}))
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps({"episodes": named, "controls": {}}))
     with pytest.raises(ValueError, match="at least one episode for the policy and each control"):
-        read_run(folder)
+        read_run(folder, results=results)

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def compare_task(cfg: DictConfig) -> None:
-    """Train the variants in turns, evaluate them, measure their memory and write the report."""
+    """Train the variants in turns, evaluate them on the same episodes, measure their memory and write the report."""
     from hydra.core.hydra_config import HydraConfig
 
+    from embodix.report.runs import EVALUATION_FOLDER
     from embodix.report.table import print_comparison
     from embodix.report.write import write_comparison
     from embodix.training.host_context import host_context
@@ -28,12 +29,15 @@ def compare_task(cfg: DictConfig) -> None:
     hydra_cfg = HydraConfig.get()
     output_dir = Path(hydra_cfg.runtime.output_dir)
     variants = compose_variants(cfg.compare, list(hydra_cfg.overrides.task), output_dir)
+    evaluates = cfg.compare.evaluate and cfg.env is not None
+    if evaluates:
+        _require_checkpoints(cfg)
     with host_context(variants[0].cfg):
         sessions = train_side_by_side(variants)
         for session in sessions:
-            if cfg.compare.evaluate and session.host_cfg.env is not None:
-                _evaluate(session, cfg)
             session.close()
+    if evaluates:
+        _evaluate(sessions, cfg, output_dir / EVALUATION_FOLDER)
     if cfg.compare.measure_memory:
         for name, memory in measure_memory(variants).items():
             _amend_manifest(output_dir / "variants" / name / "manifest.json", memory)
@@ -42,20 +46,35 @@ def compare_task(cfg: DictConfig) -> None:
     print(f"Report: {output_dir / 'report.html'}")
 
 
-def _evaluate(session: Any, cfg: DictConfig) -> None:
-    from embodix.evaluation.trained_run import EpisodePlan, evaluate_trained_run
-
-    plan = EpisodePlan(cfg.eval.n_episodes, min(cfg.eval.batch_size, cfg.eval.n_episodes), cfg.compare.first_eval_seed)
-    dataset = session.host_cfg.dataset
-    root = Path(dataset.root) if cfg.compare.controls and dataset.root else None
-    member = session.data.choices.mixture.evaluate_as if session.data.choices.mixture else None
-    results = evaluate_trained_run(session.output_dir, session.policy, session.host_cfg.env, plan, root, member)
-    for evaluation in results.values():
-        low, high = evaluation.interval
-        print(
-            f"{session.name}: {evaluation.name}: {evaluation.num_successes}/{len(evaluation.episodes)} on "
-            f"{evaluation.task}, 95 % interval {low:.0%} to {high:.0%}"
+def _require_checkpoints(cfg: DictConfig) -> None:
+    if not cfg.train.save_checkpoint:
+        raise ValueError(
+            "A comparison with env evaluates the checkpoints that it trained; got train.save_checkpoint=false. Leave "
+            "that out, or the evaluation: compare.evaluate=false."
         )
+
+
+def _evaluate(sessions: list[TrainingSession], cfg: DictConfig, output_dir: Path) -> None:
+    """`lerobot eval` on what was trained: all variants and their controls on the same episodes."""
+    from embodix.evaluation.controls import applicable_controls
+    from embodix.evaluation.evaluate import run_evaluation
+    from embodix.evaluation.simulators import simulators_of
+    from embodix.report.evaluation_table import print_evaluations
+    from embodix.schema.compose import compose
+
+    overrides = [
+        f"eval.n_episodes={cfg.eval.n_episodes}",
+        f"eval.num_slots={cfg.eval.batch_size}",
+        f"eval.first_seed={cfg.compare.first_eval_seed}",
+        f"eval.videos={cfg.compare.videos}",
+    ]
+    eval_cfg = compose("eval", overrides)
+    eval_cfg.checkpoint = {session.name: str(session.output_dir) for session in sessions}
+    if cfg.compare.controls:
+        tasks = simulators_of(sessions[0].host_cfg.env).tasks
+        eval_cfg.controls = applicable_controls(tasks, cfg.dataset.get("root"))
+    output_dir.mkdir(parents=True, exist_ok=True)
+    print_evaluations(run_evaluation(eval_cfg, overrides, output_dir))
 
 
 def _bounds(variants: list[Variant], sessions: list[TrainingSession]) -> dict[str, SpeedBound]:

@@ -4,14 +4,31 @@
 MetaWorld varies its scenes so little that one fixed action sequence solves many of them.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from embodix.data.metaworld import read_manifest
-from embodix.data.metaworld_scene import ACTION_DIM, MetaWorldScene
-from embodix.evaluation.metaworld import EmbodixMetaworldConfig, SeededEpisode
-from embodix.evaluation.rollout import Evaluation
+from embodix.data.metaworld import MANIFEST_FILE, read_manifest
+from embodix.data.metaworld_scene import ACTION_DIM
+
+
+def applicable_controls(tasks: Sequence[str], recording: str | Path | None) -> list[str]:
+    """The controls that can be run on an evaluation of `tasks`.
+
+    ``blind`` replays demonstrations, so each task must have some in `recording`; ``wrong_prompt`` gives a task another
+    task's instruction, so there must be several.
+    """
+    controls = ["blank_image"]
+    if len(tasks) > 1:
+        controls.append("wrong_prompt")
+    if recording is not None and (Path(recording) / MANIFEST_FILE).is_file():
+        recorded = {episode["task"] for episode in read_manifest(recording)["episodes"]}
+        if set(tasks) <= recorded:
+            controls.insert(0, "blind")
+    return controls
 
 
 def mean_action_sequence(root: str | Path, task: str, num_steps: int) -> np.ndarray:
@@ -38,27 +55,3 @@ def mean_action_sequence(root: str | Path, task: str, num_steps: int) -> np.ndar
         sequences[row, : len(actions)] = actions
         sequences[row, len(actions) :] = actions[-1]
     return sequences.mean(axis=0)
-
-
-def blind_control(root: str | Path, env: EmbodixMetaworldConfig, *, num_episodes: int, start_seed: int) -> Evaluation:
-    """Replay the mean demonstration of `env.task`, blind to everything, on the seeds of `evaluate_policy`.
-
-    Raises:
-        ValueError: `root` is not a recording, or has no demonstration of the task.
-    """
-    actions_TA = mean_action_sequence(root, env.task, env.episode_length)
-    scene = MetaWorldScene(env.task, env.cameras, env.image_size)
-    try:
-        episodes = [_replay(scene, actions_TA, start_seed + index) for index in range(num_episodes)]
-    finally:
-        scene.close()
-    return Evaluation("blind: mean demonstration", env.task, tuple(episodes))
-
-
-def _replay(scene: MetaWorldScene, actions_TA: np.ndarray, seed: int) -> SeededEpisode:
-    scene.reset(seed)
-    for step, action in enumerate(actions_TA):
-        _, _, success = scene.step(action)
-        if success:
-            return SeededEpisode(seed, success=True, num_steps=step + 1)
-    return SeededEpisode(seed, success=False, num_steps=len(actions_TA))

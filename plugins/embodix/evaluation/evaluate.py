@@ -16,6 +16,7 @@ from embodix.evaluation.actors import Actor, ExpertActor, PolicyActor, ReplayAct
 from embodix.evaluation.choices import check_choices, needs_policy, policy_choices
 from embodix.evaluation.controls import mean_action_sequence
 from embodix.evaluation.engine import EngineSettings
+from embodix.evaluation.env_features import env_name
 from embodix.evaluation.episodes import plan_episodes
 from embodix.evaluation.model_folder import ModelFolder, find_model
 from embodix.evaluation.named_checkpoints import name_checkpoints
@@ -25,7 +26,7 @@ from embodix.evaluation.session import ActorRun, EvaluationSession, default_num_
 from embodix.evaluation.simulators import simulators_of
 from embodix.report.evaluation import Evaluation, pair_success, read_evaluation
 from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
-from embodix.report.evaluation_record import EvaluationRun, results_record, write_results
+from embodix.report.evaluation_record import EPISODES_FILE, EvaluationRun, results_record, write_results
 from embodix.report.manifest import write_text_atomically
 from embodix.training.host_config import decode_env
 
@@ -49,6 +50,8 @@ def run_evaluation(cfg: DictConfig, overrides: Sequence[str], output_dir: Path) 
     """
     checkpoints = {name: find_model(path) for name, path in name_checkpoints(_plain(cfg.checkpoint)).items()}
     check_choices(cfg, list(checkpoints))
+    if cfg.resume is None:
+        _require_new(output_dir)
     env_cfg = _environment(cfg, list(checkpoints.values()))
     with EvaluationProgress() as progress:
         evaluator = _Evaluator(cfg, overrides, env_cfg, output_dir, progress)
@@ -182,6 +185,16 @@ class _PolicyActors:
         )
 
 
+def _require_new(output_dir: Path) -> None:
+    """Episodes of another evaluation must not be taken for finished ones of this."""
+    found = next(output_dir.glob(f"**/{EPISODES_FILE}"), None)
+    if found is not None:
+        raise ValueError(
+            f"{output_dir} holds an evaluation already ({found}). Continue it with resume={output_dir}, or give "
+            "another folder: hydra.run.dir=... ."
+        )
+
+
 def _engine_settings(cfg: DictConfig) -> EngineSettings:
     chosen: dict[str, Any] = {key: value for key, value in cfg.eval.items() if key not in ("n_episodes", "first_seed")}
     if chosen["num_workers"] is None:
@@ -190,19 +203,23 @@ def _engine_settings(cfg: DictConfig) -> EngineSettings:
 
 
 def _environment(cfg: DictConfig, sources: Sequence[ModelFolder]) -> EnvConfig:
-    """The environment of the command, or of the runs that trained the checkpoints."""
-    node = _plain(cfg.env)
-    if node is None:
-        nodes = [source.train_config.get("env") for source in sources]
-        node = next((found for found in nodes if found is not None), None)
-        if node is None or any(found != node for found in nodes):
-            raise ValueError(
-                "No environment was chosen, and the runs that trained the checkpoints have none, or different ones. "
-                "Choose one: env=metaworld, env=pusht, env=libero, or env.type=... of LeRobot."
-            )
+    """The environment of the command; where it names none, that of the runs, with the fields that it changes."""
+    node = _plain(cfg.env) or {}
+    if "type" not in node:
+        node = {**_environment_of_runs(sources), **node}
     if isinstance(node.get("task"), list):
         node = {**node, "task": ",".join(map(str, node["task"]))}
     return decode_env(node)
+
+
+def _environment_of_runs(sources: Sequence[ModelFolder]) -> dict[str, Any]:
+    found = [source.train_config.get("env") for source in sources]
+    if not found or found[0] is None or any(env != found[0] for env in found):
+        raise ValueError(
+            "No environment was chosen, and the runs that trained the checkpoints have none, or different ones. "
+            "Choose one: env=metaworld, env=pusht, env=libero, or LeRobot's own as +env.type=... ."
+        )
+    return dict(found[0])
 
 
 def _recording(cfg: DictConfig, source: ModelFolder | None) -> str:
@@ -240,5 +257,5 @@ def _plain(node: Any) -> Any:
 def _plain_env(env_cfg: EnvConfig) -> dict[str, Any]:
     """The environment's fields as JSON types, without the features that follow from them."""
     fields = {key: value for key, value in vars(env_cfg).items() if key not in ("features", "features_map")}
-    plain: dict[str, Any] = json.loads(json.dumps({"type": env_cfg.type, **fields}, default=str))
+    plain: dict[str, Any] = json.loads(json.dumps({"type": env_name(env_cfg), **fields}, default=str))
     return plain

@@ -121,7 +121,7 @@ class PairedSuccess:
 
 
 def read_evaluation(path: Path | str) -> Evaluation | None:
-    """Read ``results.json`` or ``evaluation.json``; None where the run was not evaluated.
+    """Read ``results.json``; None where the run was not evaluated.
 
     The file holds ``episodes``, a list of ``{"task": str, "seed": int, "success": bool}`` with the other fields of
     ``EpisodeRecord`` where they are known, and optionally ``name``, ``controls`` (name in ``CONTROLS`` -> such a

@@ -10,7 +10,7 @@ from embodix.report.evaluation import Evaluation, read_evaluation
 from embodix.report.manifest import Manifest, load_manifest
 from embodix.report.steps import StepRecord, read_steps
 
-VARIANTS_FOLDER = "variants"
+VARIANTS_FOLDER, EVALUATION_FOLDER = "variants", "evaluation"
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,12 @@ class Run:
     evaluation: Evaluation | None
 
 
-def read_run(folder: Path | str, name: str | None = None) -> Run:
-    """Read one run folder (``manifest.json``, ``steps.jsonl``, optionally ``evaluation.json``).
+def read_run(folder: Path | str, name: str | None = None, results: Path | None = None) -> Run:
+    """Read one run folder (``manifest.json``, ``steps.jsonl``).
 
     Args:
         name: the variant's name in the report; default: the manifest's.
+        results: ``results.json`` of its evaluation; there need not be one.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or damaged; the message names it.
@@ -38,17 +39,21 @@ def read_run(folder: Path | str, name: str | None = None) -> Run:
     steps = read_steps(folder / "steps.jsonl")
     if not steps:
         raise ValueError(f"{folder / 'steps.jsonl'} must hold at least one step; got none. Train the run first.")
-    return Run(name or manifest.variant, folder, manifest, steps, read_evaluation(folder / "evaluation.json"))
+    return Run(name or manifest.variant, folder, manifest, steps, read_evaluation(results) if results else None)
 
 
 def read_variants(folder: Path | str) -> list[Run]:
     """Read every run of a comparison folder (``<folder>/variants/<name>``), in the order they were made.
 
+    The evaluation of each is in ``<folder>/evaluation/<name>/results.json``.
+
     Raises:
         FileNotFoundError: no such runs.
     """
     runs_folder = Path(folder) / VARIANTS_FOLDER
-    found = [read_run(path.parent, path.parent.name) for path in runs_folder.glob("*/manifest.json")]
+    names = [path.parent.name for path in runs_folder.glob("*/manifest.json")]
+    evaluated = Path(folder) / EVALUATION_FOLDER
+    found = [read_run(runs_folder / name, name, evaluated / name / "results.json") for name in names]
     if not found:
         raise FileNotFoundError(
             f"A comparison needs run folders in {runs_folder}/<variant>/; got none. "

@@ -89,8 +89,9 @@ class CompareSettings:
         variants: name -> overrides that make the variant; the first is the reference of every ratio.
         measure_memory: also run two steps of each variant in a process of its own and read its peak memory.
         evaluate: roll the trained policies out when ``env`` is set.
-        controls: with the evaluation, also run the blind and the blank-image control.
+        controls: with the evaluation, also run the controls that its tasks and its data set allow.
         first_eval_seed: the seeds of the evaluation are this one and those after it.
+        videos: recorded episodes of each task and variant.
     """
 
     variants: dict[str, list[str]] = field(default_factory=dict)
@@ -98,6 +99,7 @@ class CompareSettings:
     evaluate: bool = True
     controls: bool = True
     first_eval_seed: int = 100_000
+    videos: int = 1
 
 
 @dataclass

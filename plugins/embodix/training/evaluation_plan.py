@@ -39,7 +39,7 @@ def plan_evaluation(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> Evaluatio
     waits = name == "waiting" or _single_core()
     return EvaluationPlan(
         every=every,
-        command=lambda checkpoint, folder: evaluation_command(checkpoint, folder, _plain(cfg.env), options),
+        command=lambda checkpoint, folder: evaluation_command(checkpoint, folder, options),
         waits=waits,
         max_pending=options["max_pending"],
         keep=options["keep"],
@@ -72,32 +72,12 @@ def _single_core() -> bool:
     return True
 
 
-def evaluation_command(checkpoint: Path, folder: Path, env: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """`lerobot eval` on a checkpoint, in the simulator of the training run, with `results.json` in `folder`."""
+def evaluation_command(checkpoint: Path, folder: Path, options: Mapping[str, Any]) -> list[str]:
+    """`lerobot eval` on a checkpoint, in the simulator of its training run, with `results.json` in `folder`."""
     settings = {name: options[name] for name in ("n_episodes", "first_seed", "num_slots", "num_workers", "videos")}
-    overrides = [f"++env.{key}={_value(value)}" for key, value in _leaves(env)]
-    overrides += [f"eval.{name}={value}" for name, value in settings.items()]
+    overrides = [f"eval.{name}={value}" for name, value in settings.items()]
     if options["device"] is not None:
         overrides.append(f"policy.device={options['device']}")
-    command = [sys.executable, "-m", "embodix", "eval", f"checkpoint={_value(str(checkpoint))}", *overrides]
-    return [*command, f"hydra.run.dir={_value(str(folder))}"]
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    leaves = []
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            leaves += _leaves(value, f"{prefix}{key}.")
-        else:
-            leaves.append((f"{prefix}{key}", value))
-    return leaves
-
-
-def _value(value: Any) -> str:
-    """A value in Hydra's override grammar, in which JSON's scalars and lists are written alike."""
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _plain(node: DictConfig) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(node, resolve=True)
-    return {str(key): value for key, value in plain.items()}
+    # JSON's strings are strings in Hydra's override grammar too.
+    places = [f"checkpoint={json.dumps(str(checkpoint))}", f"hydra.run.dir={json.dumps(str(folder))}"]
+    return [sys.executable, "-m", "embodix", "eval", *places, *overrides]

@@ -69,8 +69,14 @@ def decode_env(node: Mapping[str, Any]) -> EnvConfig:
             type.
     """
     _register_choices(node)
-    env: EnvConfig = _decode(node, EnvConfig)
+    env: EnvConfig = _decode(_with_joined_tasks(node), EnvConfig)
     return env
+
+
+def _with_joined_tasks(env: Mapping[str, Any]) -> dict[str, Any]:
+    """Several tasks as upstream's environments take them: one string with commas."""
+    task = env.get("task")
+    return {**env, "task": ",".join(map(str, task))} if isinstance(task, list) else dict(env)
 
 
 def host_fields(cfg: DictConfig) -> dict[str, Any]:
@@ -80,6 +86,8 @@ def host_fields(cfg: DictConfig) -> dict[str, Any]:
     for name in ("dataset", "env", "policy", "optimizer", "scheduler", "peft", "eval", "rename_map"):
         fields[name] = plain[name]
     fields["dataset"] = host_dataset_fields(plain["dataset"])
+    if fields["env"] is not None:
+        fields["env"] = _with_joined_tasks(fields["env"])
     fields["use_policy_training_preset"] = plain["optimizer"] is None and plain["scheduler"] is None
     if plain["logging"]["name"] == "wandb":
         fields["wandb"] = plain["logging"]["options"]
