@@ -152,7 +152,8 @@ def _decode(fields: Mapping[str, Any], config_class: type) -> Any:
     try:
         return draccus.decode(config_class, dict(fields))
     except Exception as error:  # draccus raises several unrelated kinds for a bad value
-        raise ValueError(f"Upstream's config rejects a value: {error}{_nearest(error)}") from error
+        cause = f" {error.__cause__}" if error.__cause__ is not None else ""
+        raise ValueError(f"Upstream's config rejects a value: {error}{cause}{_nearest(error)}") from error
 
 
 def _nearest(error: Exception) -> str:
