@@ -24,7 +24,8 @@ def eval_task(cfg: DictConfig) -> float:
     if cfg.resume is not None:
         output_dir = Path(cfg.resume)
         overrides = recorded_overrides(output_dir, overrides)
-        cfg = compose("eval", overrides)
+        cfg = compose("eval", [override for override in overrides if not override.startswith("hydra")])
+        cfg.resume = str(output_dir)
     if cfg.strict_plugins:  # before the host is imported, which takes long
         plugins.registry().require_healthy()
 
@@ -44,9 +45,9 @@ def recorded_overrides(folder: Path, overrides: list[str]) -> list[str]:
     Raises:
         ValueError: no evaluation in the folder, or overrides beside ``resume``: other episodes could not be joined.
     """
-    recorded = folder / ".hydra" / "overrides.yaml"
-    if not recorded.is_file():
-        raise ValueError(f"resume={folder} is no folder of an evaluation ({recorded} is missing).")
+    recorded, job = folder / ".hydra" / "overrides.yaml", folder / ".hydra" / "hydra.yaml"
+    if not recorded.is_file() or OmegaConf.load(job).hydra.job.config_name != "eval":
+        raise ValueError(f"resume={folder} is no folder of an evaluation ({recorded} of `lerobot eval` is missing).")
     others = [override for override in overrides if not override.startswith("resume=")]
     if others:
         raise ValueError(f"An evaluation is resumed as it was begun; leave out {', '.join(others)}.")

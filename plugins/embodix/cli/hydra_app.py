@@ -74,7 +74,9 @@ def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
             hints += _option_hint(name, str(override.value()), groups[name])
         elif name not in keys and not name.startswith("hydra"):
             nearest = difflib.get_close_matches(name, sorted({*keys, *groups}), n=3)
-            hints.append(f"{name!r} is neither a group nor a field of {config_name}; " + _did_you_mean(nearest))
+            parent = name.rpartition(".")[0]
+            hint = _did_you_mean(nearest) if nearest or parent not in groups else _choose_first(parent, groups[parent])
+            hints.append(f"{name!r} is neither a group nor a field of {config_name}; {hint}")
     return hints
 
 
@@ -98,6 +100,10 @@ def _option_hint(group: str, value: str, options: list[str]) -> list[str]:
         for option in chosen
         if option != "None"
     ]
+
+
+def _choose_first(group: str, options: list[str]) -> str:
+    return f"choose an option of group {group!r} that has it: {group}=... ({', '.join(options)})."
 
 
 def _did_you_mean(nearest: list[str]) -> str:

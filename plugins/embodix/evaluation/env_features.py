@@ -14,6 +14,11 @@ from lerobot.envs.utils import env_to_policy_features
 BLANK_CAMERA = "observation.images.empty_camera"  # cameras that pi0.5 adds itself
 
 
+def env_name(env_cfg: EnvConfig) -> str:
+    """What ``env.type`` calls it."""
+    return str(env_cfg.get_choice_name(type(env_cfg)))
+
+
 def require_fitting_features(
     policy_cfg: PreTrainedConfig, env_cfg: EnvConfig, rename_map: Mapping[str, str]
 ) -> list[str]:
@@ -40,10 +45,12 @@ def require_fitting_features(
 
 def _require_size(key: str, wanted: PolicyFeature, found: PolicyFeature | None, env_cfg: EnvConfig) -> None:
     if found is None:
-        raise ValueError(f"The policy reads {key} of {wanted.shape[0]} values, and env.type={env_cfg.type} has none.")
+        raise ValueError(
+            f"The policy reads {key} of {wanted.shape[0]} values, and env.type={env_name(env_cfg)} has none."
+        )
     if tuple(wanted.shape) != tuple(found.shape):
         raise ValueError(
-            f"The policy was trained with {key} of {wanted.shape[0]} values, and env.type={env_cfg.type} has "
+            f"The policy was trained with {key} of {wanted.shape[0]} values, and env.type={env_name(env_cfg)} has "
             f"{found.shape[0]}. Choose the environment of the training data, or its fields (env.state=[...])."
         )
 
@@ -53,7 +60,7 @@ def _missing_cameras(expected: list[str], provided: list[str], env_cfg: EnvConfi
     strange = [key for key in provided if key not in expected]
     if expected and (len(missing) == len(expected) or (missing and strange)):
         raise ValueError(
-            f"The policy looks through {_short(expected)}, and env.type={env_cfg.type} shows {_short(provided)}: "
+            f"The policy looks through {_short(expected)}, and env.type={env_name(env_cfg)} shows {_short(provided)}: "
             f"{_short(missing)} would be missing. Choose cameras of the training data (env.cameras=[...]), or name "
             f"them alike: rename_map={{{(strange or provided or ['<environment key>'])[0]}: {missing[0]}}}."
         )

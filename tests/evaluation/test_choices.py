@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command may ask of an evaluation, and how its checkpoints are named and found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lerobot.configs.types import FeatureType, PolicyFeature
+from lerobot.policies.act.configuration_act import ACTConfig
+
+from embodix.evaluation.choices import check_choices, policy_choices
+from embodix.evaluation.env_features import require_fitting_features
+from embodix.evaluation.metaworld import EmbodixMetaworldConfig
+from embodix.evaluation.model_folder import find_model
+from embodix.evaluation.named_checkpoints import name_checkpoints
+from embodix.evaluation.session import default_num_workers, other_instructions
+from embodix.schema.compose import compose
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (None, []),
+        ("outputs/train/2026-01-01/10-00-00", ["10-00-00"]),
+        ("runs/reach/run/checkpoints/last/pretrained_model", ["reach"]),
+        (["runs/a", "runs/b/run/checkpoints/000800"], ["a", "b"]),
+        (["one/a", "two/a"], ["one_a", "two_a"]),
+        (["r/a/checkpoints/000100", "r/a/checkpoints/000200"], ["a.checkpoints.000100", "a.checkpoints.000200"]),
+        ({"upstream": "x", "embodix": "y"}, ["upstream", "embodix"]),
+        ("lerobot/pi05_base", ["pi05_base"]),
+    ],
+)
+def test_checkpoints_get_names_that_tell_them_apart(value: Any, names: list[str]) -> None:
+    assert list(name_checkpoints(value)) == names
+
+
+@pytest.mark.parametrize("value", [["a", "a"], [], 3, {"a/b": "x"}, {"a": 3}, {"": "x"}])
+def test_checkpoints_that_cannot_be_named_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="checkpoint"):
+        name_checkpoints(value)
+
+
+def write_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"type": "act"}))
+    return folder
+
+
+def test_a_model_is_found_from_every_place_of_its_run(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "a" / "run" / "checkpoints" / "000005" / "pretrained_model")
+    (model.parents[1] / "last").symlink_to("000005")
+    (model / "embodix_overrides.json").write_text('["policy=pi05_small"]')
+    for place in (
+        model,
+        model / "config.json",
+        model.parent,
+        model.parents[1] / "last",
+        model.parents[2],
+        tmp_path / "a",
+    ):
+        assert find_model(place).model == str(model)
+    assert find_model(model).overrides == ["policy=pi05_small"]
+    member = write_model(model / "embodiments" / "arm")
+    assert find_model(member).run_files == model
+    assert find_model(member).model == str(member)
+
+
+def test_a_folder_without_model_is_refused_and_a_hub_name_is_not(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds no model .* Looked in: "):
+        find_model(tmp_path)
+    assert find_model("lerobot/pi05_base").model == "lerobot/pi05_base"
+    assert find_model("lerobot/pi05_base").overrides == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "policy needs a checkpoint"),
+        (["actor=exper"], "got 'exper'. Did you mean expert?"),
+        (["checkpoint=a", "controls=[blnd]"], "got 'blnd'. Did you mean blind?"),
+        (["checkpoint=a", "controls=[blind,blind]"], "each once"),
+        (["checkpoint=a", "actor=blank_image", "controls=[blank_image]"], "each once"),
+        (["actor=expert", "controls=[blank_image]"], "blank_image needs a checkpoint"),
+        (["checkpoint=a", "actor=expert", "controls=[blank_image]"], "runs without a policy"),
+        (["checkpoint=a", "eval.n_episodes=0"], "at least 1 episode a task; got 0"),
+        (["checkpoint=a", "actor=wrong_prompt"], "needs the words"),
+    ],
+)
+def test_choices_that_cannot_be_run_are_refused(overrides: list[str], message: str) -> None:
+    cfg = compose("eval", overrides)
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        check_choices(cfg, list(name_checkpoints(cfg.checkpoint)))
+
+
+def test_only_features_that_the_command_names_replace_those_of_the_run() -> None:
+    overrides = ["+plugin=none", "attention=varlen", "env=metaworld", "+policy.n_action_steps=3", "checkpoint=a"]
+    choices = policy_choices(compose("eval", overrides), overrides)
+    assert choices.features == ["+plugin=none", "attention=varlen"]
+    assert choices.policy == {"device": None, "n_action_steps": 3}
+    assert choices.rename_map is None
+
+
+def test_the_wrong_prompt_is_another_tasks() -> None:
+    said = {"reach": "Reach", "close": "Close", "again": "Reach"}
+    assert other_instructions(said) == {"reach": "Close", "close": "Reach", "again": "Close"}
+    with pytest.raises(ValueError, match=r"wrong_prompt='\.\.\.'"):
+        other_instructions({"reach": "Reach", "again": "Reach"})
+    assert default_num_workers() >= 1
+
+
+def policy_of(cameras: list[str], state: int, action: int = 4) -> ACTConfig:
+    features = {f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, 56, 56)) for name in cameras}
+    features["observation.state"] = PolicyFeature(FeatureType.STATE, (state,))
+    output = {"action": PolicyFeature(FeatureType.ACTION, (action,))}
+    return ACTConfig(input_features=features, output_features=output, device="cpu")
+
+
+def test_features_of_policy_and_environment_must_fit() -> None:
+    env = EmbodixMetaworldConfig()
+    assert require_fitting_features(policy_of(["front", "gripper"], 4), env, {}) == []
+    assert require_fitting_features(policy_of(["front"], 4), env, {}) == []
+    (note,) = require_fitting_features(policy_of(["front", "gripper", "side"], 4), env, {})
+    assert "no camera side; the policy sees it blank" in note
+    renamed = {"observation.images.front": "observation.images.base"}
+    assert require_fitting_features(policy_of(["base", "gripper"], 4), env, renamed) == []
+    with pytest.raises(
+        ValueError, match=r"through base, gripper, and env\.type=embodix_metaworld shows front, gr"
+    ):
+        require_fitting_features(policy_of(["base", "gripper"], 4), env, {})
+    with pytest.raises(ValueError, match=r"observation\.state of 3 values, and env\.type=embodix_metaworld has 4"):
+        require_fitting_features(policy_of(["front"], 3), env, {})
+    with pytest.raises(ValueError, match=r"action of 7 values, and env\.type=embodix_metaworld has 4"):
+        require_fitting_features(policy_of(["front"], 4, action=7), env, {})
