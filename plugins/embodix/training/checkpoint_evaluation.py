@@ -71,11 +71,18 @@ class CheckpointEvaluation:
 
     Nothing of the training process is touched: a run trains to the bit what it trains without evaluation. Results are
     collected between steps; `finish` waits for those that are still out.
+
+    Args:
+        run_dir: of the training run.
+        on_record: called with each result.
     """
 
-    def __init__(self, plan: EvaluationPlan, run_dir: Path) -> None:
+    def __init__(
+        self, plan: EvaluationPlan, run_dir: Path, on_record: Callable[[EvaluationRecord], None] | None = None
+    ) -> None:
         self._plan = plan
         self._run_dir = run_dir
+        self._on_record = on_record
         self._waiting: deque[tuple[int, Path]] = deque()
         self._running: _Running | None = None
         self._failed: list[Path] = []
@@ -152,6 +159,8 @@ class CheckpointEvaluation:
         record = EvaluationRecord(running.step, relative, evaluation.success, evaluation.by_task, wall_s)
         append_evaluation(self._run_dir, record)
         self._keep_best()
+        if self._on_record is not None:
+            self._on_record(record)
         logging.info(
             "Step %d solves %d of %d episodes, 95 %% interval %.0f %% to %.0f %%",
             *(running.step, record.success.num_success, record.success.num_episodes),

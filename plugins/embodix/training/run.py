@@ -29,8 +29,8 @@ from embodix.training.host_config import (
     require_landed_groups,
 )
 from embodix.training.host_context import host_context
+from embodix.training.metric_writers import metric_writer
 from embodix.training.session import TrainingSession
-from embodix.training.tensorboard import step_writer
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,6 @@ def merge_overrides(recorded: list[str], added: list[str]) -> list[str]:
 def _run(
     cfg: DictConfig, host_cfg: TrainPipelineConfig, overrides: list[str], checkpoint: Checkpoint | None
 ) -> RunResult:
-    from lerobot.scripts.lerobot_train import train
-
     fill_missing_preset(host_cfg)
     selection = select_features(cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -131,8 +129,8 @@ def _run(
     prepare_host_assets(cfg, host_cfg)
     plan = plan_evaluation(cfg, host_cfg)
     assert host_cfg.output_dir is not None
-    evaluation = None if plan is None else CheckpointEvaluation(plan, Path(host_cfg.output_dir))
-    with step_writer(cfg.logging, host_cfg) as on_step:
+    with metric_writer(cfg.logging, host_cfg) as writer:
+        evaluation = None if plan is None else CheckpointEvaluation(plan, Path(host_cfg.output_dir), writer.evaluation)
         session = TrainingSession(
             name=cfg.plugin or "upstream",
             host_cfg=host_cfg,
@@ -144,20 +142,28 @@ def _run(
             resume_from=checkpoint.loader_state() if checkpoint else None,
             resume_stream=checkpoint.stream_state() if checkpoint else None,
             first_step=checkpoint.step + 1 if checkpoint else 1,
-            on_step=on_step,
+            on_step=writer.step,
             evaluation=evaluation,
         )
-        session.activate()
         with host_context(cfg, checkpoint.config_path if checkpoint else None):
-            force_cpu = host_cfg.policy is not None and host_cfg.policy.device == "cpu"
-            try:
-                train(host_cfg, accelerator=ObservedAccelerator(session, force_cpu))
-                if evaluation is not None:
-                    evaluation.finish()
-            finally:
-                session.close()
-                if evaluation is not None:
-                    evaluation.stop()
+            _train(session, evaluation)
+    return RunResult(session.output_dir, session.records)
+
+
+def _train(session: TrainingSession, evaluation: CheckpointEvaluation | None) -> None:
+    """Upstream's loop, the evaluations that are still out at its end, and the page of both."""
+    from lerobot.scripts.lerobot_train import train
+
+    session.activate()
+    host_cfg = session.host_cfg
+    force_cpu = host_cfg.policy is not None and host_cfg.policy.device == "cpu"
+    try:
+        train(host_cfg, accelerator=ObservedAccelerator(session, force_cpu))
+        if evaluation is not None:
+            evaluation.finish()
+    finally:
+        session.close()
+        if evaluation is not None:
+            evaluation.stop()
     if evaluation is not None and session.accelerator.is_main_process:
         logging.info("Report: %s", write_run_page(session.output_dir))
-    return RunResult(session.output_dir, session.records)
