@@ -3,7 +3,7 @@
 
 An expert alone visits one thin path, and a policy that errs off it has seen nothing. So the executed
 action is disturbed while the recorded one is what the expert wanted (DART, https://arxiv.org/abs/1703.09327),
-and some episodes start with a drift to another place.
+some episodes start with a drift to another place and are shoved off their path later.
 """
 
 from collections.abc import Mapping
@@ -65,6 +65,7 @@ def _attempt(
     drifts = rng.random() < settings.drift_fraction
     num_drift_steps = int(rng.integers(5, settings.max_drift_steps + 1)) if drifts else 0
     observation = _drift(scene, scene.reset(seed), num_drift_steps, rng)
+    shoves = _Shoves(settings.shove_probability if drifts else 0.0, settings.max_shove_steps, rng)
     states, actions, frames = [], [], []
     num_hold_steps_left = None
     for _ in range(settings.max_episode_steps):
@@ -74,7 +75,7 @@ def _attempt(
         frames.append(scene.render())
         disturbed = action.copy()
         disturbed[:3] += noise * rng.standard_normal(3, dtype=np.float32)
-        observation, _, success = scene.step(np.clip(disturbed, -1.0, 1.0))
+        observation, _, success = scene.step(np.clip(shoves.apply(disturbed), -1.0, 1.0))
         if success and num_hold_steps_left is None:
             num_hold_steps_left = settings.hold_steps
         if num_hold_steps_left is not None:
@@ -85,6 +86,27 @@ def _attempt(
         return None
     images = {camera: np.stack([frame[camera] for frame in frames]) for camera in scene.cameras}
     return Demonstration(np.stack(states), np.stack(actions), images, seed, num_failed, noise, num_drift_steps)
+
+
+class _Shoves:
+    """Now and then, some steps in a random direction instead of the action; the gripper's effort stays."""
+
+    def __init__(self, probability: float, max_steps: int, rng: np.random.Generator) -> None:
+        self._probability, self._max_steps, self._rng = probability, max_steps, rng
+        self._num_steps_left = 0
+        self._direction: np.ndarray = np.zeros(3, np.float32)
+
+    def apply(self, action: np.ndarray) -> np.ndarray:
+        """The action to execute in this step (4,)."""
+        if self._probability == 0:  # draws nothing: recordings without shoves stay what they were
+            return action
+        if self._num_steps_left == 0 and self._rng.random() < self._probability:
+            self._num_steps_left = int(self._rng.integers(1, self._max_steps + 1))
+            self._direction = self._rng.uniform(-1.0, 1.0, 3).astype(np.float32)
+        if self._num_steps_left == 0:
+            return action
+        self._num_steps_left -= 1
+        return np.concatenate([self._direction, action[3:]])
 
 
 def _drift(scene: MetaWorldScene, observation: np.ndarray, num_steps: int, rng: np.random.Generator) -> np.ndarray:

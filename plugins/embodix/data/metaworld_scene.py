@@ -98,8 +98,20 @@ class MetaWorldScene:
         """Reset; with a seed, to the goal and objects of that seed. Returns MetaWorld's observation (39,)."""
         if seed is not None:
             self.env.seed(seed)
-        observation, _ = self.env.reset()
-        return observation
+        self.env.reset()
+        return self._observe_from_rest()
+
+    def _observe_from_rest(self) -> np.ndarray:
+        """MetaWorld's observation of the state as it is, the previous one in it equal to the current one.
+
+        Many tasks move their objects after the last computation of positions in reset, so that MetaWorld's own first
+        observation, and a first frame, show them where an earlier draw had put them.
+        """
+        import mujoco
+
+        mujoco.mj_forward(self.env.model, self.env.data)
+        self.env._get_obs()
+        return self.env._get_obs()
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool]:
         """Apply an action (4,) in [-1, 1]. Returns the observation (39,), the reward and the success."""

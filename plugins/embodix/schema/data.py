@@ -4,8 +4,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-# Counts the changes of views and antialiasing in embodix.data.metaworld_scene: frames of another one do not match.
-RENDERING = 3
+# Counts the changes of views, antialiasing and resets in embodix.data.metaworld_scene: frames of another do not match.
+RENDERING = 4
 _EPISODE_SETTINGS = (
     "cameras",
     "state",
@@ -14,6 +14,8 @@ _EPISODE_SETTINGS = (
     "noise_levels",
     "drift_fraction",
     "max_drift_steps",
+    "shove_probability",
+    "max_shove_steps",
     "hold_steps",
     "max_episode_steps",
 )
@@ -30,7 +32,9 @@ class RecordSettings:
     `storage` is how images are stored: "image" (lossless) or "video" (`video_codec`, lossy, smaller).
     `missing_camera_fraction` is the share of episodes, 0 to 1, recorded with one camera absent.
     `noise_levels` are standard deviations of the disturbance, one drawn an episode; `drift_fraction` is the share
-    of episodes that start with a drift of up to `max_drift_steps` steps; `hold_steps` follow the first success.
+    of episodes that start with a drift of up to `max_drift_steps` steps. In those, a shove begins at a step with
+    `shove_probability`: for up to `max_shove_steps` steps the hand moves in a random direction, while the recorded
+    action stays what the expert wanted. `hold_steps` follow the first success.
     """
 
     root: str
@@ -49,6 +53,8 @@ class RecordSettings:
     noise_levels: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6)
     drift_fraction: float = 0.5
     max_drift_steps: int = 20
+    shove_probability: float = 0.0
+    max_shove_steps: int = 15
     hold_steps: int = 6
     max_episode_steps: int = 200
     vocab_size: int = 1024
@@ -68,12 +74,12 @@ class RecordSettings:
         for task in self.tasks:
             if self.num_episodes(task) < 1:
                 raise ValueError(f"Every task needs at least one episode, got {self.num_episodes(task)} for {task}.")
-        for name in ("missing_camera_fraction", "drift_fraction"):
+        for name in ("missing_camera_fraction", "drift_fraction", "shove_probability"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"`{name}` must lie between 0 and 1, got {getattr(self, name)}.")
         if self.missing_camera_fraction > 0 and len(self.cameras) < 2:
             raise ValueError("`missing_camera_fraction` needs at least two cameras: one has to stay.")
-        for name in ("image_size", "max_episode_steps", "num_workers"):
+        for name in ("image_size", "max_shove_steps", "max_episode_steps", "num_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
 
