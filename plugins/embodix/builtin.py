@@ -61,6 +61,16 @@ def register_environments() -> list[Registration]:
             "embodix.evaluation.libero:EmbodixLiberoConfig",
             "LIBERO as upstream's, seeds honoured, resets and rendering only when needed",
         ),
+        Registration(
+            "embodix_maniskill",
+            "embodix.evaluation.rlinf_environments:RlinfManiskillConfig",
+            "ManiSkill by RLinf's environment (NVIDIA GPU)",
+        ),
+        Registration(
+            "embodix_isaaclab",
+            "embodix.evaluation.rlinf_environments:RlinfIsaaclabConfig",
+            "Isaac Lab by RLinf's environment (NVIDIA RTX GPU)",
+        ),
     ]
 
 
