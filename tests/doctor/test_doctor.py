@@ -134,6 +134,15 @@ def test_an_env_needs_one_backend_that_renders(a_machine, capsys):
     assert "egl: no driver; osmesa: no library" in need
 
 
+def test_libero_is_needed_only_when_it_is_asked_for(a_machine, capsys):
+    a_machine(libero_problem="its assets are missing")
+    assert _needs(capsys, "policy=pi05_small") == []
+    (need,) = _needs(capsys, "policy=pi05_small", "env=libero")
+    assert "its assets are missing. Run `make libero`" in need
+    a_machine(libero_problem=None)
+    assert _needs(capsys, "policy=pi05_small", "env=libero") == []
+
+
 def test_a_duplicate_registration_is_an_error(capsys, monkeypatch):
     def fail() -> PluginRegistry:
         raise PluginError("packer 'same' is registered by both 'one' and 'two'")

@@ -86,16 +86,16 @@ class LiberoScene:
 
     def observation(self) -> dict[str, Any]:
         """Upstream's observation: ``pixels`` (uint8 (H, W, 3) by camera) and ``robot_state``; renders."""
-        raw_observation = self.robosuite_env._get_observations() | self._cameras.images()
-        return self._env._format_raw_obs(raw_observation)
+        images = {name: self._cameras.image(name) for name in self._env.camera_name}
+        return self._env._format_raw_obs(self.robosuite_env._get_observations() | images)
 
     def frame(self) -> np.ndarray:
         """The first camera, turned upright as upstream's `render` does, uint8 (H, W, 3)."""
-        return np.ascontiguousarray(self._cameras.images()[self._env.camera_name[0]][::-1, ::-1])
+        return np.ascontiguousarray(self._cameras.image(self._env.camera_name[0])[::-1, ::-1])
 
     def close(self) -> None:
         """Free the model and the renderer."""
-        self._cameras.bind()
+        self._cameras.free()
         self._env.close()
 
 
@@ -147,16 +147,22 @@ class _SampledCameras:
         sample.__modality__ = "image"  # type: ignore[attr-defined]  # as robosuite's decorator `sensor` does
         return sample
 
-    def bind(self) -> None:
+    def free(self) -> None:
+        """Free the renderer now: at the end of the process, when robosuite would, EGL is gone and complains."""
+        self._bind()
+        self._context.con.free()
+        self._context.gl_ctx.free()
+
+    def _bind(self) -> None:
         """Make the renderer's OpenGL context the current one; robosuite leaves the one that was made last."""
         self._context.gl_ctx.make_current()
 
-    def images(self) -> dict[str, np.ndarray]:
-        """Upstream's image of every camera, uint8 (H, W, 3)."""
-        if not self._images:
-            self.bind()
-            self._images = {name: np.array(render({})) for name, render in self._render.items()}
-        return self._images
+    def image(self, name: str) -> np.ndarray:
+        """Upstream's image of a camera, uint8 (H, W, 3)."""
+        if name not in self._images:
+            self._bind()
+            self._images[name] = np.array(self._render[name]({}))
+        return self._images[name]
 
 
 def _render_fast(robosuite_env: Any) -> None:

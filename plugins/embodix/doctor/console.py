@@ -83,6 +83,8 @@ def _machine_table(machine: MachineFinding) -> Table:
     table.add_row("GPU", "\n".join(machine.gpus) or f"none: {escape(machine.gpu_problem or 'no device')}")
     for backend, problem in machine.rendering.items():
         table.add_row(f"rendering, {backend}", f"[yellow]{escape(problem)}[/]" if problem else OK)
+    lacking = f"[yellow]{escape(machine.libero_problem)}; `make libero` sets it up[/]" if machine.libero_problem else OK
+    table.add_row("LIBERO", f"{escape(machine.libero)} {lacking}".strip())
     return table
 
 

@@ -35,6 +35,8 @@ WATCHED_DISTRIBUTIONS = (
     "torchcodec",
     "metaworld",
     "mujoco",
+    "hf-libero",
+    "robosuite",
     "peft",
     "dm-tree",
     "gymnasium",

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from embodix.data.libero_setup import inspect_libero
+
 RENDERING_BACKENDS = ("egl", "osmesa")
 _RENDER_SCRIPT = """
 import mujoco
@@ -27,7 +29,10 @@ with mujoco.Renderer(model, 16, 16) as renderer:
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """``rendering`` maps an off-screen backend of MuJoCo to the reason it can't render, None when it can."""
+    """``rendering`` maps an off-screen backend of MuJoCo to the reason it can't render, None when it can.
+
+    ``libero`` says which LIBERO is set up and where its assets are from; ``libero_problem`` why it can't run, or None.
+    """
 
     python: str
     system: str
@@ -37,6 +42,8 @@ class MachineFinding:
     gpus: list[str] = field(default_factory=list)
     gpu_problem: str | None = None
     rendering: dict[str, str | None] = field(default_factory=dict)
+    libero: str = ""
+    libero_problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ def gpu_problem() -> str | None:
 def inspect_machine() -> MachineFinding:
     """Look at this machine; renders one tiny image a backend, in processes of their own."""
     problem = gpu_problem()
+    libero = inspect_libero()
     return MachineFinding(
         python=f"{platform.python_version()} ({sys.executable})",
         system=platform.platform(),
@@ -87,6 +95,8 @@ def inspect_machine() -> MachineFinding:
         gpus=[] if problem else _gpu_names(),
         gpu_problem=problem,
         rendering={backend: rendering_problem(backend) for backend in RENDERING_BACKENDS},
+        libero=f"hf-libero {libero.version}, assets from {libero.origin or 'nowhere'}" if libero.version else "",
+        libero_problem=libero.problem,
     )
 
 

@@ -114,6 +114,8 @@ def _machine(config: DictConfig, machine: MachineFinding) -> Iterator[str]:
     if _select(config, "env") and all(machine.rendering.values()):
         reasons = "; ".join(f"{backend}: {reason}" for backend, reason in machine.rendering.items())
         yield f"env renders off-screen, and no backend can: {reasons}. Install libegl1 and libegl-mesa0, or libosmesa6."
+    if "libero" in str(_select(config, "env.type")) and machine.libero_problem:
+        yield f"env={_select(config, 'env.type')} is not ready: {machine.libero_problem}. Run `make libero`."
 
 
 def _backends(registry: PluginRegistry) -> list[str]:
