@@ -219,7 +219,6 @@ def test_quantiles_are_those_of_all_frames(recorded):
         ({"tasks": ("reach",)}, "Tasks must be MetaWorld's, got \\['reach'\\]"),
         ({"cameras": ("front", "wrist")}, "Cameras must be different names of MetaWorld views"),
         ({"cameras": ("front", "lerobot_front")}, "a camera of its own"),
-        ({"tasks": ("hammer-v3",)}, "hammer-v3' has none"),
         ({"episodes": {"hammer-v3": 2}}, "not in `tasks`"),
         ({"storage": "gif"}, "'image' or 'video'"),
         ({"missing_camera_fraction": 1.5}, "between 0 and 1"),
@@ -231,6 +230,15 @@ def test_mistakes_are_named_before_anything_is_recorded(tmp_path, changes, messa
     with pytest.raises(ValueError, match=message):
         record_metaworld(small_settings(tmp_path / "dataset", **changes))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_task_without_instruction_takes_lerobots_description():
+    from lerobot.envs.metaworld import TASK_DESCRIPTIONS
+
+    assert instruction_for("hammer-v3") == TASK_DESCRIPTIONS["hammer-v3"]
+    assert instruction_for("reach-v3") == INSTRUCTIONS["reach-v3"]
+    with pytest.raises(ValueError, match="'hammer-v4' has none"):
+        instruction_for("hammer-v4")
 
 
 def test_own_instructions_win():

@@ -179,7 +179,7 @@ def test_every_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reason in str(refused.value)
     assert not any("CUDA" in reason for reason in rlinf_needs.maniskill_lacks("physx_cpu"))
     with pytest.raises(
-        ValueError, match="Isaac Lab can't run here: .*isaaclab is not installed.*isaacsim.*CUDA does not work"
+        ValueError, match=r"Isaac Lab can't run here: .*isaaclab is not installed.*isaacsim.*CUDA does not work"
     ):
         RlinfIsaaclabConfig(task="Isaac-Stack").simulators()
     installed |= {"mani_skill", "isaaclab", "isaacsim"}

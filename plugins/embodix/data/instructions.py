@@ -5,6 +5,13 @@ Instruction length matters for training speed, because hosts pad every prompt to
 instructions of a data set recorded here differ in length as instructions of people do.
 """
 
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+
 INSTRUCTIONS: dict[str, str] = {
     "reach-v3": "Reach",
     "drawer-close-v3": "Close the drawer",
@@ -34,19 +41,32 @@ INSTRUCTIONS: dict[str, str] = {
 
 
 def instruction_for(task: str, overrides: dict[str, str] | None = None) -> str:
-    """The instruction of a MetaWorld task.
+    """The instruction of a MetaWorld task: the user's own, else that of `INSTRUCTIONS`, else LeRobot's description.
 
     Args:
         task: MetaWorld name, for example ``button-press-topdown-v3``.
         overrides: the user's own instructions by task, which win.
 
     Raises:
-        ValueError: the task has no instruction here and none in ``overrides``.
+        ValueError: the task has no instruction anywhere.
     """
     instructions = {**INSTRUCTIONS, **(overrides or {})}
+    if task not in instructions:
+        instructions = {**upstream_descriptions(), **instructions}
     if task not in instructions:
         raise ValueError(
             f"Every task needs an instruction, and {task!r} has none. Tasks with one: {sorted(instructions)}. "
             f"Give yours as instructions={{{task!r}: 'what to do'}}."
         )
     return instructions[task]
+
+
+@cache
+def upstream_descriptions() -> dict[str, str]:
+    """LeRobot's description of every MetaWorld task (lerobot/envs/metaworld_config.json), read without importing it."""
+    spec = importlib.util.find_spec("lerobot")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    folder = Path(spec.submodule_search_locations[0])
+    config = json.loads((folder / "envs" / "metaworld_config.json").read_text())
+    return {str(task): str(text) for task, text in config["TASK_DESCRIPTIONS"].items()}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from embodix.evaluation.named_checkpoints import name_checkpoints
 from embodix.evaluation.policy_loading import LoadedPolicy, loaded_policy
 from embodix.evaluation.progress import EvaluationProgress
 from embodix.evaluation.session import ActorRun, EvaluationSession, default_num_workers, other_instructions
-from embodix.evaluation.simulators import simulators_of
+from embodix.evaluation.simulators import Simulators, simulators_of
 from embodix.report.evaluation import Evaluation, pair_success, read_evaluation
 from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
 from embodix.report.evaluation_record import EPISODES_FILE, EvaluationRun, results_record, write_results
@@ -80,7 +81,7 @@ class _Evaluator:
     ) -> None:
         self._cfg, self._env_cfg, self._output_dir = cfg, env_cfg, output_dir
         self._choices = policy_choices(cfg, overrides)
-        simulators = simulators_of(env_cfg)
+        simulators = _simulators(env_cfg)
         episodes = plan_episodes(simulators.tasks, cfg.eval.n_episodes, cfg.eval.first_seed)
         self._session = EvaluationSession(simulators, episodes, _engine_settings(cfg), progress)
         self._shared: dict[str, ActorRun] = {}
@@ -185,6 +186,18 @@ class _PolicyActors:
         )
 
 
+def _simulators(env_cfg: EnvConfig) -> Simulators:
+    """The environment's simulators; what is missing for them is the user's to install, so no traceback."""
+    package = env_cfg.package_name
+    if not hasattr(env_cfg, "simulators") and package.startswith("gym_") and importlib.util.find_spec(package) is None:
+        extra = env_cfg.type
+        raise ValueError(f"env.type={extra} needs the package {package}: pip install 'lerobot[{extra}]'.")
+    try:
+        return simulators_of(env_cfg)
+    except RuntimeError as error:  # no OpenGL backend
+        raise ValueError(str(error)) from error
+
+
 def _require_new(output_dir: Path) -> None:
     """Episodes of another evaluation must not be taken for finished ones of this."""
     found = next(output_dir.glob(f"**/{EPISODES_FILE}"), None)
@@ -207,8 +220,6 @@ def _environment(cfg: DictConfig, sources: Sequence[ModelFolder]) -> EnvConfig:
     node = _plain(cfg.env) or {}
     if "type" not in node:
         node = {**_environment_of_runs(sources), **node}
-    if isinstance(node.get("task"), list):
-        node = {**node, "task": ",".join(map(str, node["task"]))}
     return decode_env(node)
 
 
