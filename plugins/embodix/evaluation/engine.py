@@ -25,6 +25,7 @@ from embodix.evaluation.actors import Actor, ExpertActor, Request
 from embodix.evaluation.episodes import Episode, EpisodeResult
 from embodix.evaluation.schedule import Schedule
 from embodix.evaluation.simulation import Begin, Command, Continue, Failed, Finished, Ready
+from embodix.evaluation.simulators import SimulatorError
 from embodix.evaluation.workers import InProcess, Lost, Processes, Workers
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Engine:
 
         Raises:
             ValueError: a task that the simulators do not have, or an action that is not finite.
-            RuntimeError: a simulator could not be set up, or an episode failed more than `max_repeats` times.
+            SimulatorError: a simulator could not be set up, or an episode failed more than `max_repeats` times.
         """
         unknown = sorted({episode.task for episode in episodes} - set(self._simulators.tasks))
         if unknown:
@@ -244,9 +245,9 @@ class _Run:
     def _repeat(self, reply: Failed | Lost) -> Begin:
         attempt = self._attempts[reply.slot]
         if isinstance(reply, Failed) and not reply.can_repeat:
-            raise RuntimeError(f"The simulator of {attempt.episode.task} can't be set up:\n{reply.reason}")
+            raise SimulatorError(f"The simulator of {attempt.episode.task} can't be set up:\n{reply.reason}")
         if attempt.num_repeats >= self._settings.max_repeats:
-            raise RuntimeError(
+            raise SimulatorError(
                 f"Episode {attempt.episode} failed {attempt.num_repeats + 1} times after "
                 f"{sum(map(len, attempt.chunks))} actions, more than max_repeats={self._settings.max_repeats} allows. "
                 f"The last time: {reply.reason}"

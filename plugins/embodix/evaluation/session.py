@@ -15,6 +15,7 @@ from embodix.evaluation.actors import Actor
 from embodix.evaluation.engine import Engine, EngineSettings
 from embodix.evaluation.episodes import Episode, EpisodeResult
 from embodix.evaluation.progress import EvaluationProgress
+from embodix.evaluation.simulators import SimulatorError
 from embodix.report.evaluation import EpisodeRecord
 from embodix.report.evaluation_record import EPISODES_FILE, append_episode, read_episodes
 
@@ -64,6 +65,9 @@ class EvaluationSession:
         Args:
             key: of the actor in ``episodes.jsonl``: ``policy`` or the control's name.
             folder: for episodes and videos.
+
+        Raises:
+            ValueError: a simulator that can't be set up or fails again and again.
         """
         done = {record.key: record for record in read_episodes(folder / EPISODES_FILE).get(key, [])}
         left = [episode for episode in self.episodes if (episode.task, episode.seed) not in done]
@@ -79,8 +83,11 @@ class EvaluationSession:
             bar.ended(record.task, record.success)
 
         stopwatch = _Stopwatch()
-        with Engine(self.simulators, self._settings(folder, videos)) as engine:
-            engine.run(actor, left, keep)
+        try:
+            with Engine(self.simulators, self._settings(folder, videos)) as engine:
+                engine.run(actor, left, keep)
+        except SimulatorError as error:
+            raise ValueError(f"{error}\nFinished episodes are kept in {folder / EPISODES_FILE}.") from error
         bar.close()
         return ActorRun([done[episode.task, episode.seed] for episode in self.episodes], *stopwatch.read())
 

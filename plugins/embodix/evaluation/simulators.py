@@ -21,6 +21,10 @@ class StepOutcome:
     done: bool
 
 
+class SimulatorError(RuntimeError):
+    """A simulator can't be set up here, or fails again and again."""
+
+
 class Simulator(Protocol):
     """One task in one process.
 
