@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One checkpoint on four MetaWorld tasks: upstream's evaluation against the evaluation engine, on the same cores.
+
+Upstream is ``eval_policy_all``, what ``lerobot-eval`` runs, with one vector environment a task (its synchronous one:
+the asynchronous one has no instructions), without videos. Both get the same policy object, which computes as upstream
+does, the same seeds, cameras and number of executed actions. Times are wall-clock and CPU time of this process and
+its workers, the start of workers included; runs alternate.
+
+    python benchmarks/evaluation.py --checkpoint outputs/.../my_run
+    python benchmarks/evaluation.py                       # records and trains a small policy for 100 steps first
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from hydra.utils import instantiate
+from lerobot.envs.factory import make_env, make_env_pre_post_processors
+from lerobot.envs.utils import close_envs
+from lerobot.scripts.lerobot_eval import eval_policy_all
+from lerobot.utils.random_utils import set_seed
+from omegaconf import OmegaConf
+
+from embodix.data.metaworld import record_metaworld
+from embodix.data.metaworld_scene import MetaWorldScene
+from embodix.data.rendering import select_gl_backend
+from embodix.evaluation.actors import PolicyActor
+from embodix.evaluation.engine import EngineSettings, run_episodes
+from embodix.evaluation.episodes import Episode, plan_episodes
+from embodix.evaluation.metaworld import EmbodixMetaworldConfig
+from embodix.evaluation.model_folder import find_model
+from embodix.evaluation.noise import EpisodeNoise, episode_generator
+from embodix.evaluation.policy_loading import LoadedPolicy, PolicyChoices, loaded_policy
+from embodix.evaluation.simulators import simulators_of
+from embodix.report.benchmark import require_quotable, write_benchmark
+from embodix.schema.compose import compose
+from embodix.training.run import run_training
+
+NUM_TASKS = 4
+NUM_EXECUTED = 5  # actions of each chunk
+FIRST_SEED = 70_000
+UPSTREAM, ENGINE = "upstream", "engine"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one episode."""
+
+    success: bool
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One evaluation of all episodes."""
+
+    wall_s: float
+    cpu_s: float
+    outcomes: dict[Episode, Outcome]
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measured(evaluate: Callable[[], dict[Episode, Outcome]]) -> Measured:
+    wall, cpu = time.perf_counter(), cpu_seconds()
+    outcomes = evaluate()
+    return Measured(time.perf_counter() - wall, cpu_seconds() - cpu, outcomes)
+
+
+def by_upstream(
+    loaded: LoadedPolicy, env: EmbodixMetaworldConfig, episodes: Sequence[Episode], own_noise: bool
+) -> dict[Episode, Outcome]:
+    """Upstream's evaluation of all tasks, a task's episodes in one vector environment.
+
+    Args:
+        own_noise: draw the policy's noise from each episode's stream, as the engine does, instead of from one for all.
+    """
+    seeds = sorted({episode.seed for episode in episodes})
+    outcomes: dict[Episode, Outcome] = {}
+    for task in dict.fromkeys(episode.task for episode in episodes):
+        envs = make_env(replace(env, task=task), n_envs=len(seeds))
+        try:
+            (vector_env,) = envs[env.type].values()
+            generators = [episode_generator(Episode(task, seed)) for seed in seeds]
+            set_seed(FIRST_SEED)
+            with torch.no_grad(), EpisodeNoise(generators) if own_noise else contextlib.nullcontext():
+                eval_policy_all(
+                    envs,
+                    loaded.policy,
+                    *make_env_pre_post_processors(env, loaded.policy.config),
+                    loaded.preprocessor,
+                    loaded.postprocessor,
+                    n_episodes=len(seeds),
+                    start_seed=seeds[0],
+                )
+            for single in vector_env.envs:
+                for episode in single.seeded_episodes:
+                    outcomes[Episode(task, episode.seed)] = Outcome(episode.success, episode.num_steps)
+        finally:
+            close_envs(envs)
+    return outcomes
+
+
+def by_engine(
+    loaded: LoadedPolicy, env: EmbodixMetaworldConfig, episodes: Sequence[Episode], settings: EngineSettings
+) -> dict[Episode, Outcome]:
+    actor = PolicyActor(loaded.policy, loaded.preprocessor, loaded.postprocessor, env)
+    results = run_episodes(simulators_of(env), actor, episodes, settings)
+    return {result.episode: Outcome(result.success, result.num_steps) for result in results}
+
+
+@contextlib.contextmanager
+def counting(method: str) -> Iterator[list[int]]:
+    """Count the calls of a method of the scene in this process."""
+    calls, original = [0], getattr(MetaWorldScene, method)
+
+    def counted(self: MetaWorldScene, *arguments: Any) -> Any:
+        calls[0] += 1
+        return original(self, *arguments)
+
+    with mock.patch.object(MetaWorldScene, method, counted):
+        yield calls
+
+
+def counted(evaluate: Callable[[], dict[Episode, Outcome]]) -> tuple[dict[Episode, Outcome], dict[str, int]]:
+    """Outcomes, simulated steps and rendered observations of an evaluation in this process."""
+    with counting("step") as steps, counting("render") as renders:
+        outcomes = evaluate()
+    return outcomes, {"simulated steps": steps[0], "rendered observations": renders[0]}
+
+
+def agreement(left: dict[Episode, Outcome], right: dict[Episode, Outcome]) -> str:
+    same = sum(left[episode].success == right[episode].success for episode in left)
+    equal = sum(left[episode] == right[episode] for episode in left)
+    return f"{same} of {len(left)} in success, {equal} in success and length"
+
+
+def train_small(folder: Path) -> Path:
+    """A run of 100 steps on the demo's recording, which is made if it is not there."""
+    fields: Any = OmegaConf.to_container(compose("data", ["data=metaworld"]), resolve=True)
+    del fields["source"]
+    record_metaworld(instantiate(fields, _convert_="all"))
+    overrides = ["experiment=demo", "dataset.episodes=null", "train.steps=100", f"train.output_dir={folder}"]
+    return run_training(compose("train", overrides), overrides).output_dir
+
+
+def measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
+    env = EmbodixMetaworldConfig(task=",".join(options.tasks))
+    episodes = plan_episodes(options.tasks, options.episodes, FIRST_SEED)
+    choices = {
+        "upstream's computation": PolicyChoices(("+plugin=none",), {"n_action_steps": NUM_EXECUTED}),
+        "packed computation": PolicyChoices(("+plugin=embodix",), {"n_action_steps": NUM_EXECUTED}),
+    }
+    settings = EngineSettings(num_workers=options.workers, num_slots=options.slots)
+    alone = replace(settings, num_workers=0)
+    sparse = replace(env, render_every=NUM_EXECUTED)
+    with loaded_policy(find_model(str(checkpoint)), env, choices["upstream's computation"]) as loaded:
+        runs: dict[str, Callable[[], dict[Episode, Outcome]]] = {
+            UPSTREAM: lambda: by_upstream(loaded, env, episodes, own_noise=False),
+            ENGINE: lambda: by_engine(loaded, env, episodes, settings),
+            "upstream, frames between chunks not rendered": lambda: by_upstream(loaded, sparse, episodes, False),
+            "engine in one process": lambda: by_engine(loaded, env, episodes, alone),
+        }
+        repeated = alternate({name: runs[name] for name in (UPSTREAM, ENGINE)}, options.repetitions)
+        steps = alternate({name: run for name, run in runs.items() if name not in repeated}, 1)
+        given_noise, upstream_work = counted(lambda: by_upstream(loaded, env, episodes, own_noise=True))
+        _, engine_work = counted(runs["engine in one process"])
+    counts = {"upstream, the episodes' own noise": upstream_work, "engine in one process": engine_work}
+    with loaded_policy(find_model(str(checkpoint)), env, choices["packed computation"]) as packed:
+        runs = {"engine, packed computation": lambda: by_engine(packed, env, episodes, settings)}
+        steps |= alternate(runs, 1)
+    return summary(repeated, steps, given_noise, counts, episodes)
+
+
+def alternate(runs: dict[str, Callable[[], dict[Episode, Outcome]]], repetitions: int) -> dict[str, list[Measured]]:
+    """Every run so often, in turns A B B A."""
+    results: dict[str, list[Measured]] = {name: [] for name in runs}
+    for repetition in range(repetitions):
+        for name in sorted(runs, reverse=repetition % 2 == 0):
+            results[name].append(measured(runs[name]))
+            print(name, f"{results[name][-1].wall_s:.1f} s", flush=True)
+    return results
+
+
+def summary(
+    repeated: dict[str, list[Measured]],
+    steps: dict[str, list[Measured]],
+    given_noise: dict[Episode, Outcome],
+    counts: dict[str, dict[str, int]],
+    episodes: Sequence[Episode],
+) -> dict[str, Any]:
+    pairs = list(zip(repeated[UPSTREAM], repeated[ENGINE], strict=True))
+    wall = [slow.wall_s / fast.wall_s for slow, fast in pairs]
+    cpu = [slow.cpu_s / fast.cpu_s for slow, fast in pairs]
+    baseline = statistics.median(run.wall_s for run in repeated[UPSTREAM])
+    upstream, engine = (repeated[name][0].outcomes for name in (UPSTREAM, ENGINE))
+    repeats = [run.outcomes for runs in (repeated | steps).values() for run in runs]
+    assert all(run.outcomes == engine for run in repeated[ENGINE] + steps["engine in one process"])
+    return {
+        "ratio": {
+            "wall time, upstream over engine": statistics.median(wall),
+            "of each pair": wall,
+            "CPU time, upstream over engine": statistics.median(cpu),
+            "wanted": 2.0,
+        },
+        "runs": [
+            {
+                "evaluation": name,
+                "wall s": statistics.median(run.wall_s for run in runs),
+                "CPU s": statistics.median(run.cpu_s for run in runs),
+                "upstream's wall time over it": baseline / statistics.median(run.wall_s for run in runs),
+                "success": f"{sum(o.success for o in runs[0].outcomes.values())}/{len(episodes)}",
+                "runs": len(runs),
+            }
+            for name, runs in (repeated | steps).items()
+        ],
+        "work": [{"evaluation": name, **count} for name, count in counts.items()],
+        "agreement_by_episode": {
+            "engine with workers and in one process": agreement(engine, steps["engine in one process"][0].outcomes),
+            "engine and upstream given the episodes' own noise": agreement(engine, given_noise),
+            "engine and upstream with its noise of one stream": agreement(engine, upstream),
+            "upstream with its own and with the episodes' noise": agreement(upstream, given_noise),
+            "packed and upstream's computation, both in the engine": agreement(
+                engine, steps["engine, packed computation"][0].outcomes
+            ),
+        },
+        "episodes": f"{len(episodes)}, compared over {len(repeats)} evaluations",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, help="run or checkpoint folder; none: train one for 100 steps")
+    parser.add_argument("--tasks", nargs=NUM_TASKS, default=None, help="four MetaWorld tasks")
+    parser.add_argument("--episodes", type=int, default=10, help="of each task")
+    parser.add_argument("--repetitions", type=int, default=3, help="of the two evaluations that are compared")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the policy's computation")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--allow-dirty", action="store_true", help="measure uncommitted code; marks the result")
+    options = parser.parse_args()
+    require_quotable(options.allow_dirty)
+    torch.set_num_threads(options.threads)
+    select_gl_backend()
+    checkpoint = options.checkpoint or train_small(Path("outputs/benchmarks/evaluation"))
+    if options.tasks is None:
+        options.tasks = ["reach-v3", "drawer-close-v3", "button-press-topdown-v3", "coffee-button-v3"]
+    result = {
+        "title": "Evaluation of one checkpoint on four MetaWorld tasks",
+        "what": f"{options.episodes} episodes of each of {', '.join(options.tasks)} (seeds from {FIRST_SEED}), two "
+        f"cameras of 56 pixels, {NUM_EXECUTED} actions executed of each chunk, {options.threads} threads for the "
+        f"policy in both. Upstream: eval_policy_all, {options.episodes} environments a task, no videos. Engine: "
+        f"{options.slots} slots in 2 groups, {options.workers} worker processes, whose start is part of the time.",
+        **measure(options, checkpoint),
+    }
+    for path in write_benchmark(options.output / "evaluation", result, options.allow_dirty):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
