@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table at the end of a Hydra multirun."""
+"""The tables at the end of a Hydra multirun."""
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
@@ -16,3 +18,25 @@ class SweepTable(Callback):
         from embodix.report.sweep import print_sweep
 
         print_sweep(config.hydra.sweep.dir)
+
+
+class EvaluationTable(Callback):
+    """Shows the evaluations of a sweep as one, since their episodes are the same: a table and a page."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from embodix.report.evaluation import read_evaluation
+        from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
+        from embodix.report.evaluation_table import print_evaluations
+
+        folder = Path(config.hydra.sweep.dir)
+        evaluated = []
+        for path in sorted(folder.glob("*/results.json")):
+            evaluation = read_evaluation(path)
+            assert evaluation is not None
+            named = dataclasses.replace(evaluation, name=f"{path.parent.name}_{evaluation.name}")
+            evaluated.append(EvaluatedFolder(named, path.parent.name))
+        if len(evaluated) > 1:
+            print_evaluations([item.evaluation for item in evaluated])
+            page = folder / "results.html"
+            page.write_text(render_evaluations(evaluated, folder))
+            print(f"Page of all: {page}")
