@@ -79,5 +79,8 @@ def register_data_sources() -> list[Registration]:
     return [
         Registration(
             "metaworld", "embodix.data.metaworld:record_metaworld", "demonstrations of MetaWorld's scripted experts"
-        )
+        ),
+        Registration(
+            "libero", "embodix.data.libero:record_libero", "demonstrations of a scripted controller in LIBERO"
+        ),
     ]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from embodix.data.metaworld import RecordedDataset, record_metaworld
+from embodix.data.metaworld import record_metaworld
+from embodix.data.recorded_dataset import RecordedDataset
 from embodix.schema.data import RecordSettings
 from embodix.testing.datasets import write_dataset
 

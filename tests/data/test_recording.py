@@ -13,9 +13,10 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 import embodix.data.metaworld as metaworld
 from embodix.data.instructions import INSTRUCTIONS, instruction_for
-from embodix.data.metaworld import MANIFEST_FILE, episodes_of_task, read_manifest, record_metaworld
+from embodix.data.metaworld import record_metaworld
 from embodix.data.metaworld_expert import demonstrate
 from embodix.data.metaworld_scene import MetaWorldScene
+from embodix.data.recorded_dataset import MANIFEST_FILE, episodes_of_task, read_manifest
 from embodix.data.recording_stage import RecordingStage
 from embodix.data.tokenizer import offline_tokenizer
 

@@ -6,13 +6,10 @@ a folder beside the final one, which is renamed when complete. An interrupted re
 one is reused; a data set recorded with other settings is never touched.
 """
 
-import json
 import multiprocessing
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,34 +27,22 @@ from embodix.data.metaworld_scene import (
     check_state,
     task_names,
 )
-from embodix.data.recording_stage import EpisodeSummary, RecordingStage, differences, write_json
+from embodix.data.recorded_dataset import (
+    RecordedDataset,
+    finish_dataset,
+    image_key,
+    no_bar_per_episode,
+    reuse_dataset,
+    write_exact_quantiles,
+)
+from embodix.data.recording_stage import EpisodeSummary, RecordingStage
 from embodix.data.rendering import select_gl_backend
-from embodix.data.tokenizer import build_tokenizer
 from embodix.schema.data import RecordSettings
 
 if TYPE_CHECKING:
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-MANIFEST_FILE = "embodix_recording.json"
-TOKENIZER_FOLDER = "tokenizer"
 CAMERA_IS_PAD = "camera_is_pad"
-
-
-@dataclass(frozen=True)
-class RecordedDataset:
-    """A finished recording: its folder, its tokenizer's folder, its counts, and whether it was there already."""
-
-    root: Path
-    tokenizer: Path
-    num_episodes: int
-    num_frames: int
-    num_failed: int
-    reused: bool
-
-
-def image_key(camera: str) -> str:
-    """The data set feature of a camera."""
-    return f"observation.images.{camera}"
 
 
 def record_metaworld(settings: RecordSettings) -> RecordedDataset:
@@ -71,56 +56,22 @@ def record_metaworld(settings: RecordSettings) -> RecordedDataset:
     """
     _check(settings)
     dataset = _record_or_reuse(Path(settings.root), settings)
-    Console(quiet=not settings.progress).print(
-        f"{'Reused' if dataset.reused else 'Recorded'} {dataset.root}: {dataset.num_episodes} episodes, "
-        f"{dataset.num_frames} frames ({dataset.num_failed} failed attempts were drawn again)"
-    )
+    Console(quiet=not settings.progress).print(dataset.sentence)
     return dataset
 
 
 def _record_or_reuse(root: Path, settings: RecordSettings) -> RecordedDataset:
-    if root.exists() and any(root.iterdir()):
-        return _reuse(root, settings)
+    reused = reuse_dataset(root, settings.dataset_settings())
+    if reused is not None:
+        return reused
     stage = RecordingStage(root.with_name(root.name + ".recording"), settings)
     _record_episodes(stage, settings)
     unfinished = stage.folder / "dataset"
     shutil.rmtree(unfinished, ignore_errors=True)
     manifest = _write_dataset(unfinished, stage, settings)
-    instructions = sorted({episode["instruction"] for episode in manifest["episodes"]})
-    build_tokenizer(instructions, unfinished / TOKENIZER_FOLDER, settings.vocab_size)
-    write_json(unfinished / MANIFEST_FILE, manifest)
-    root.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.rename(root)
+    recorded = finish_dataset(unfinished, root, manifest, settings.vocab_size)
     shutil.rmtree(stage.folder)
-    return _describe(root, manifest, reused=False)
-
-
-def read_manifest(root: str | Path) -> dict[str, Any]:
-    """The settings and per-episode facts of a recorded data set.
-
-    Raises:
-        ValueError: the folder holds no finished recording.
-    """
-    path = Path(root) / MANIFEST_FILE
-    if not path.exists():
-        raise ValueError(
-            f"{root} is not a finished recording: it has no {MANIFEST_FILE}. Record one with `lerobot data metaworld`, "
-            "or name another folder."
-        )
-    return json.loads(path.read_text())
-
-
-def episodes_of_task(root: str | Path, task: str) -> list[int]:
-    """Episode indices of a task in a recorded data set (for LeRobot's `dataset.episodes`).
-
-    Raises:
-        ValueError: no recording, or the task is not in it.
-    """
-    episodes = read_manifest(root)["episodes"]
-    indices = [episode["episode_index"] for episode in episodes if episode["task"] == task]
-    if not indices:
-        raise ValueError(f"{root} has no task {task!r}. Its tasks: {sorted({e['task'] for e in episodes})}")
-    return indices
+    return recorded
 
 
 def _check(settings: RecordSettings) -> None:
@@ -133,29 +84,6 @@ def _check(settings: RecordSettings) -> None:
         raise ValueError(f"Tasks must be MetaWorld's, got {unknown}. Tasks: {known}")
     for task in settings.tasks:
         instruction_for(task, settings.instructions)
-
-
-def _reuse(root: Path, settings: RecordSettings) -> RecordedDataset:
-    manifest = read_manifest(root)
-    changed = differences(settings.dataset_settings(), manifest["settings"])
-    if changed:
-        raise ValueError(
-            f"{root} was recorded with other settings ({'; '.join(changed)}). "
-            "Record into another root, use the settings it was made with, or delete it."
-        )
-    return _describe(root, manifest, reused=True)
-
-
-def _describe(root: Path, manifest: dict[str, Any], reused: bool) -> RecordedDataset:
-    episodes = manifest["episodes"]
-    return RecordedDataset(
-        root=root,
-        tokenizer=root / TOKENIZER_FOLDER,
-        num_episodes=len(episodes),
-        num_frames=sum(episode["num_frames"] for episode in episodes),
-        num_failed=sum(episode["num_failed"] for episode in episodes),
-        reused=reused,
-    )
 
 
 def _planned_episodes(settings: RecordSettings) -> list[tuple[str, int]]:
@@ -241,7 +169,7 @@ def _write_dataset(folder: Path, stage: RecordingStage, settings: RecordSettings
     missing = _missing_cameras(settings, len(plan))
     episodes = []
     console = Console(quiet=not settings.progress)
-    with _no_bar_per_episode(), Progress(*Progress.get_default_columns(), console=console) as progress:
+    with no_bar_per_episode(), Progress(*Progress.get_default_columns(), console=console) as progress:
         for index in progress.track(range(len(plan)), description="Writing the data set"):
             task, episode = plan[index]
             demonstration = stage.load(task, episode)
@@ -261,22 +189,15 @@ def _write_dataset(folder: Path, stage: RecordingStage, settings: RecordSettings
                 }
             )
     dataset.finalize()
-    _write_exact_quantiles(folder, stage, plan)
+    demonstrations = [stage.load(task, episode) for task, episode in plan]
+    write_exact_quantiles(
+        folder,
+        {
+            "observation.state": np.concatenate([demonstration.states for demonstration in demonstrations]),
+            "action": np.concatenate([demonstration.actions for demonstration in demonstrations]),
+        },
+    )
     return {"settings": settings.dataset_settings(), "episodes": episodes}
-
-
-@contextmanager
-def _no_bar_per_episode() -> Iterator[None]:
-    """Without the bar that Hugging Face `datasets` draws for every episode it embeds images of."""
-    import datasets
-
-    were_disabled = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_disabled:
-            datasets.enable_progress_bars()
 
 
 def _write_episode(
@@ -300,25 +221,3 @@ def _write_episode(
             frame[CAMERA_IS_PAD] = is_pad
         dataset.add_frame(frame)
     dataset.save_episode()
-
-
-def _write_exact_quantiles(folder: Path, stage: RecordingStage, plan: list[tuple[str, int]]) -> None:
-    """Replace the quantiles of state and action by those over all frames.
-
-    LeRobot averages the quantiles of episodes (datasets/compute_stats.py, aggregate_feature_stats). Where a
-    dimension is constant in each episode but differs between tasks, as the gripper effort is here, both
-    averages are one number up to rounding, and normalising divides by that rounding error.
-    """
-    from lerobot.datasets.compute_stats import DEFAULT_QUANTILES
-    from lerobot.datasets.io_utils import load_stats, write_stats
-
-    stats = load_stats(folder)
-    demonstrations = [stage.load(task, episode) for task, episode in plan]
-    frames = {
-        "observation.state": np.concatenate([demonstration.states for demonstration in demonstrations]),
-        "action": np.concatenate([demonstration.actions for demonstration in demonstrations]),
-    }
-    for key, values in frames.items():
-        for quantile in DEFAULT_QUANTILES:
-            stats[key][f"q{int(quantile * 100):02d}"] = np.quantile(values.astype(np.float64), quantile, axis=0)
-    write_stats(stats, folder)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from embodix.data.metaworld import MANIFEST_FILE, read_manifest
 from embodix.data.metaworld_scene import ACTION_DIM
+from embodix.data.recorded_dataset import MANIFEST_FILE, read_manifest
 
 
 def applicable_controls(tasks: Sequence[str], recording: str | Path | None) -> list[str]:
