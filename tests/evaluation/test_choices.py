@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from lerobot.configs.types import FeatureType, PolicyFeature
+from lerobot.envs.configs import PushtEnv
 from lerobot.policies.act.configuration_act import ACTConfig
+from omegaconf import OmegaConf
 
+from embodix import hydra_conf
 from embodix.evaluation.choices import check_choices, policy_choices
 from embodix.evaluation.env_features import require_fitting_features
 from embodix.evaluation.metaworld import EmbodixMetaworldConfig
@@ -18,6 +21,7 @@ from embodix.evaluation.model_folder import find_model
 from embodix.evaluation.named_checkpoints import name_checkpoints
 from embodix.evaluation.session import default_num_workers, other_instructions
 from embodix.schema.compose import compose
+from embodix.training.host_config import decode_env
 
 
 @pytest.mark.parametrize(
@@ -127,11 +131,21 @@ def test_features_of_policy_and_environment_must_fit() -> None:
     assert "no camera side; the policy sees it blank" in note
     renamed = {"observation.images.front": "observation.images.base"}
     assert require_fitting_features(policy_of(["base", "gripper"], 4), env, renamed) == []
-    with pytest.raises(
-        ValueError, match=r"through base, gripper, and env\.type=embodix_metaworld shows front, gr"
-    ):
+    with pytest.raises(ValueError, match=r"through base, gripper, and env\.type=embodix_metaworld shows front, gr"):
         require_fitting_features(policy_of(["base", "gripper"], 4), env, {})
     with pytest.raises(ValueError, match=r"observation\.state of 3 values, and env\.type=embodix_metaworld has 4"):
         require_fitting_features(policy_of(["front"], 3), env, {})
     with pytest.raises(ValueError, match=r"action of 7 values, and env\.type=embodix_metaworld has 4"):
         require_fitting_features(policy_of(["front"], 4, action=7), env, {})
+
+
+OPTIONS = sorted(p.stem for folder in hydra_conf.__path__ for p in Path(folder).glob("env/*.yaml") if p.stem != "none")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_environment_composes_and_decodes_without_its_simulator(option: str) -> None:
+    node: Any = OmegaConf.to_container(compose("eval", [f"env={option}"]).env, resolve=True)
+    env = decode_env(node)
+    assert "action" in env.features_map.values()
+    if option == "pusht":
+        assert env == PushtEnv()

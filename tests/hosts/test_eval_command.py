@@ -35,7 +35,9 @@ def evaluate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
     def run(folder: Path, *overrides: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        words = ["eval.n_episodes=2", "eval.num_workers=0", f"hydra.run.dir={folder}", *overrides]
+        flags = [word for word in overrides if word.startswith("-")]
+        fields = [word for word in overrides if not word.startswith("-")]
+        words = [*flags, "eval.n_episodes=2", "eval.num_workers=0", f"hydra.run.dir={folder}", *fields]
         code = dispatch("lerobot", ["eval", *words])
         return code, *capsys.readouterr()
 
@@ -131,3 +133,13 @@ def test_a_mistake_is_said_before_anything_is_loaded(evaluate: Command, run_fold
     assert "did you mean reach-v3?" in error
     assert "Traceback" not in error
     assert "Loaded state dict" not in printed
+
+
+def test_a_sweep_over_checkpoints_ends_in_one_page(
+    evaluate: Command, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = f"checkpoint={run_folder},{run_folder}/checkpoints/last"
+    code, printed, _ = evaluate(tmp_path, "-m", checkpoints, "eval.videos=0", f"hydra.sweep.dir={tmp_path}/sweep")
+    assert code == 0
+    assert "1_two_tasks cannot be told apart from 0_two_tasks" in printed
+    assert (tmp_path / "sweep" / "results.html").is_file()

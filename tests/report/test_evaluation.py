@@ -110,11 +110,13 @@ def test_the_page_is_self_contained_and_shows_the_videos(tmp_path: Path) -> None
         "upstream and embodix on 2 tasks",
         "“Close the drawer”",
         "10/20 = 50 %",
-        "Where it fails, embodix solves 28/34 = 82 %",
+        "Where it fails, upstream solves 14/34 = 41 %",
+        "embodix against upstream",
         "+35 [+22, +50] points",
         "upstream, reach-v3, seed 100001: solved in 41 steps",
     ):
         assert text in page
+    assert page.count("<td>blind</td>") == page.count("<td>blank image</td>") == 2  # one a task: both had the same
     assert page.count("<svg") == 2
     ids = re.findall(r' id="([^"]+)"', page)
     assert len(ids) == len(set(ids))

@@ -213,6 +213,8 @@ def serve(file_descriptor: int) -> None:
     try:
         for command in _commands(connection):
             connection.send(simulations.execute(command))
+    except BrokenPipeError:  # the other end was closed while an episode ran: nobody wants its reply
+        return
     finally:
         simulations.close()
 

@@ -162,6 +162,22 @@ def success_by_task(episodes: Sequence[EpisodeRecord]) -> dict[str, SuccessRate]
     return {task: _success([episode for episode in episodes if episode.task == task]) for task in tasks}
 
 
+def distinct_controls(evaluations: Sequence[Evaluation]) -> list[dict[str, tuple[EpisodeRecord, ...]]]:
+    """The controls of each evaluation without those that an earlier one has shown: what no checkpoint changes."""
+    shown: dict[str, list[tuple[EpisodeRecord, ...]]] = {}
+    distinct = []
+    for evaluation in evaluations:
+        own = {
+            name: episodes
+            for name, episodes in evaluation.control_episodes.items()
+            if episodes not in shown.get(name, [])
+        }
+        for name, episodes in own.items():
+            shown.setdefault(name, []).append(episodes)
+        distinct.append(own)
+    return distinct
+
+
 def pair_success(baseline: Evaluation, variant: Evaluation) -> PairedSuccess | None:
     """Compare two evaluations on the episodes they share; None when they share none."""
     shared = [key for key in baseline.outcomes if key in variant.outcomes]

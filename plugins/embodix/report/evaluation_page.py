@@ -13,7 +13,13 @@ import jinja2
 from markupsafe import Markup
 
 from embodix.report import evaluation_wording as wording
-from embodix.report.evaluation import EpisodeRecord, Evaluation, PairedSuccess, pair_success, success_by_task
+from embodix.report.evaluation import (
+    EpisodeRecord,
+    Evaluation,
+    distinct_controls,
+    pair_success,
+    success_by_task,
+)
 from embodix.report.film import film_strip
 from embodix.report.success_plots import episode_lengths, rates_by_task
 from embodix.report.wording import GLOSSARY, percent, success_words
@@ -55,7 +61,7 @@ def render_evaluations(evaluated: Sequence[EvaluatedFolder], page_folder: Path) 
     return environment.get_template("evaluation.html.j2").render(
         title=wording.title(evaluations),
         run_paragraph=wording.what_was_run(evaluations),
-        cards=[card for evaluation in evaluations for card in wording.cards(evaluation)],
+        cards=wording.cards(evaluations, _pairs(evaluations)),
         pairs=[(pair, wording.pair_sentence(*pair)) for pair in _pairs(evaluations)],
         evaluations=evaluations,
         tasks=_task_rows(evaluations),
@@ -72,7 +78,7 @@ def _markup(svg: str | None) -> Markup | None:
     return None if svg is None else Markup(svg)
 
 
-def _pairs(evaluations: Sequence[Evaluation]) -> list[tuple[Evaluation, Evaluation, PairedSuccess]]:
+def _pairs(evaluations: Sequence[Evaluation]) -> list[wording.Pair]:
     """Each further evaluation with the first, on the episodes that they share."""
     baseline = evaluations[0]
     pairs = [(baseline, variant, pair_success(baseline, variant)) for variant in evaluations[1:]]
@@ -83,13 +89,10 @@ def _task_rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     """One row a task and actor; the first of a task carries its instruction."""
     rows = []
     for task in dict.fromkeys(task for evaluation in evaluations for task in evaluation.by_task):
-        actors = [(evaluation.name, evaluation.episodes, False) for evaluation in evaluations]
-        for evaluation in evaluations:
-            prefix = f"{evaluation.name}, " if len(evaluations) > 1 else ""
-            actors += [
-                (prefix + name.replace("_", " "), episodes, True)
-                for name, episodes in evaluation.control_episodes.items()
-            ]
+        actors: list[tuple[str, Sequence[EpisodeRecord], bool]] = []
+        for evaluation, controls in zip(evaluations, distinct_controls(evaluations), strict=True):
+            actors.append((evaluation.name, evaluation.episodes, False))
+            actors += [(name.replace("_", " "), episodes, True) for name, episodes in controls.items()]
         of_task = [(name, [e for e in episodes if e.task == task], control) for name, episodes, control in actors]
         shown = [row for row in of_task if row[1]]
         for place, (name, episodes, control) in enumerate(shown):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from embodix.report.evaluation import EpisodeRecord, Evaluation, SuccessRate, pair_success
+from embodix.report.evaluation import EpisodeRecord, Evaluation, SuccessRate, distinct_controls, pair_success
 from embodix.report.evaluation_wording import pair_sentence, warnings
 from embodix.report.wording import success_words
 
@@ -28,9 +28,9 @@ def print_evaluations(evaluations: Sequence[Evaluation], console: Console | None
 def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
     """A block of rows for each task, and one for all: each evaluation followed by its controls."""
     actors: list[tuple[str, Sequence[EpisodeRecord], str]] = []
-    for evaluation in evaluations:
+    for evaluation, controls in zip(evaluations, distinct_controls(evaluations), strict=True):
         actors.append((evaluation.name, evaluation.episodes, ""))
-        for name, episodes in evaluation.control_episodes.items():
+        for name, episodes in controls.items():
             actors.append((f"  {name.replace('_', ' ')}", episodes, "dim"))
     table = Table(title="Episodes solved, with the 95 % Wilson interval", title_justify="left")
     table.add_column("task", overflow="fold")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from embodix.report.evaluation import CONTROLS, Evaluation, PairedSuccess
+from embodix.report.evaluation import CONTROLS, Evaluation, PairedSuccess, distinct_controls
 from embodix.report.wording import count, percent, success_words
 
 GLOSSARY = {
@@ -16,6 +16,10 @@ GLOSSARY = {
     "seed": "Decides an episode's scene and the policy's own noise. The same seeds are the same episodes for every "
     "checkpoint, whatever the number of worker processes.",
 }
+
+
+Pair = tuple[Evaluation, Evaluation, PairedSuccess]
+"""Baseline, variant, and what their common episodes say."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +53,36 @@ def what_was_run(evaluations: Sequence[Evaluation]) -> str:
     )
 
 
-def cards(evaluation: Evaluation) -> list[Card]:
-    """Success, then each control with what it leaves to the policy."""
-    found = [
-        Card(
-            evaluation.name,
-            percent(evaluation.success.rate),
-            f"Solved {success_words(evaluation.success)} (95 % Wilson interval).",
-            "good" if evaluation.success.num_success else "bad",
+def cards(evaluations: Sequence[Evaluation], pairs: Sequence[Pair]) -> list[Card]:
+    """Success of each, the paired differences, and each control with what it leaves to the policy."""
+    found = [_success_card(evaluation) for evaluation in evaluations]
+    for baseline, variant, pair in pairs:
+        label = f"{variant.name} against {baseline.name}"
+        kind = "plain" if pair.low <= 0.0 <= pair.high else "good" if pair.low > 0.0 else "bad"
+        sentence = (
+            f"{pair_points(pair)} on {count(pair.num_episodes, 'episode')} that both ran (exact McNemar test, p = "
+            f"{pair.p_value:.2g})."
         )
-    ]
-    for name, control in evaluation.controls.items():
-        rest = evaluation.success_where_fails(name)
-        left = f" Where it fails, {evaluation.name} solves {success_words(rest)}." if rest and name != "expert" else ""
-        sentence = f"{CONTROLS.get(name, name).capitalize()}: {success_words(control)}.{left}"
-        found.append(Card(f"{evaluation.name}: {name.replace('_', ' ')}", percent(control.rate), sentence, "plain"))
+        found.append(Card(label, f"{100 * pair.difference:+.0f}", sentence, kind))
+    distinct = distinct_controls(evaluations)
+    for evaluation, controls in zip(evaluations, distinct, strict=True):
+        for name in controls:
+            shared = sum(name in others for others in distinct) == 1
+            found.append(_control_card(evaluation, name, "" if shared else f"{evaluation.name}: "))
     return found
+
+
+def _success_card(evaluation: Evaluation) -> Card:
+    sentence = f"Solved {success_words(evaluation.success)} (95 % Wilson interval)."
+    kind = "good" if evaluation.success.num_success else "bad"
+    return Card(evaluation.name, percent(evaluation.success.rate), sentence, kind)
+
+
+def _control_card(evaluation: Evaluation, name: str, prefix: str) -> Card:
+    control, rest = evaluation.controls[name], evaluation.success_where_fails(name)
+    left = f" Where it fails, {evaluation.name} solves {success_words(rest)}." if rest and name != "expert" else ""
+    sentence = f"{CONTROLS.get(name, name).capitalize()}: {success_words(control)}.{left}"
+    return Card(f"{prefix}{name.replace('_', ' ')}", percent(control.rate), sentence, "plain")
 
 
 def pair_sentence(baseline: Evaluation, variant: Evaluation, pair: PairedSuccess) -> str:

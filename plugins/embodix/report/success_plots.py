@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from embodix.report.evaluation import Evaluation, SuccessRate, success_by_task
+from embodix.report.evaluation import Evaluation, SuccessRate, distinct_controls, success_by_task
 from embodix.report.svg import PAGE, drawing, new_figure, series_colour, to_svg
 
 
@@ -51,13 +51,14 @@ def rates_by_task(evaluations: Sequence[Evaluation]) -> str | None:
     """Each task's success in each evaluation, with its controls."""
     rows = []
     tasks = dict.fromkeys(task for evaluation in evaluations for task in evaluation.by_task)
+    controls = distinct_controls(evaluations)
     for task in tasks:
         for series, evaluation in enumerate(evaluations, start=1):
             if task not in evaluation.by_task:
                 continue
             label = task if len(evaluations) == 1 else f"{task}, {evaluation.name}"
             rows.append(SuccessRow(label, evaluation.by_task[task], series, True))
-            for name, episodes in evaluation.control_episodes.items():
+            for name, episodes in controls[series - 1].items():
                 success = success_by_task(episodes).get(task)
                 if success is not None:
                     rows.append(SuccessRow(name.replace("_", " "), success, series, False))
