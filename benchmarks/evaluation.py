@@ -47,10 +47,12 @@ from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.schema.compose import compose
 from embodix.training.run import run_training
 
-NUM_TASKS = 4
+TASKS = ("reach-v3", "drawer-close-v3", "button-press-topdown-v3", "coffee-button-v3")
 NUM_EXECUTED = 5  # actions of each chunk
 FIRST_SEED = 70_000
 UPSTREAM, ENGINE = "upstream", "engine"
+SPARSE, ALONE = "upstream, frames between chunks not rendered", "engine in one process"
+PACKED = "engine, packed computation"
 
 
 @dataclass(frozen=True)
@@ -129,19 +131,19 @@ def counting(method: str) -> Iterator[list[int]]:
     """Count the calls of a method of the scene in this process."""
     calls, original = [0], getattr(MetaWorldScene, method)
 
-    def counted(self: MetaWorldScene, *arguments: Any) -> Any:
+    def counting_call(self: MetaWorldScene, *arguments: Any) -> Any:
         calls[0] += 1
         return original(self, *arguments)
 
-    with mock.patch.object(MetaWorldScene, method, counted):
+    with mock.patch.object(MetaWorldScene, method, counting_call):
         yield calls
 
 
-def counted(evaluate: Callable[[], dict[Episode, Outcome]]) -> tuple[dict[Episode, Outcome], dict[str, int]]:
-    """Outcomes, simulated steps and rendered observations of an evaluation in this process."""
+def counted(evaluate: Callable[[], dict[Episode, Outcome]]) -> tuple[Measured, dict[str, int]]:
+    """An evaluation in this process with its simulated steps and rendered observations."""
     with counting("step") as steps, counting("render") as renders:
-        outcomes = evaluate()
-    return outcomes, {"simulated steps": steps[0], "rendered observations": renders[0]}
+        run = measured(evaluate)
+    return run, {"simulated steps": steps[0], "rendered observations": renders[0]}
 
 
 def agreement(left: dict[Episode, Outcome], right: dict[Episode, Outcome]) -> str:
@@ -150,12 +152,17 @@ def agreement(left: dict[Episode, Outcome], right: dict[Episode, Outcome]) -> st
     return f"{same} of {len(left)} in success, {equal} in success and length"
 
 
-def train_small(folder: Path) -> Path:
-    """A run of 100 steps on the demo's recording, which is made if it is not there."""
+def train_small(folder: Path, tasks: Sequence[str]) -> Path:
+    """A run of 100 steps on ten demonstrations of each task; made once."""
+    run = folder / "run"
+    if (run / "checkpoints" / "last").exists():
+        return run
     fields: Any = OmegaConf.to_container(compose("data", ["data=metaworld"]), resolve=True)
     del fields["source"]
-    record_metaworld(instantiate(fields, _convert_="all"))
-    overrides = ["experiment=demo", "dataset.episodes=null", "train.steps=100", f"train.output_dir={folder}"]
+    fields |= {"root": str(folder / "recording"), "tasks": list(tasks), "episodes_per_task": 10, "episodes": {}}
+    root = record_metaworld(instantiate(fields, _convert_="all")).root
+    overrides = ["experiment=demo", f"dataset.root={root}", "dataset.episodes=null", "train.steps=100"]
+    overrides.append(f"train.output_dir={run}")
     return run_training(compose("train", overrides), overrides).output_dir
 
 
@@ -170,21 +177,20 @@ def measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
     alone = replace(settings, num_workers=0)
     sparse = replace(env, render_every=NUM_EXECUTED)
     with loaded_policy(find_model(str(checkpoint)), env, choices["upstream's computation"]) as loaded:
-        runs: dict[str, Callable[[], dict[Episode, Outcome]]] = {
-            UPSTREAM: lambda: by_upstream(loaded, env, episodes, own_noise=False),
-            ENGINE: lambda: by_engine(loaded, env, episodes, settings),
-            "upstream, frames between chunks not rendered": lambda: by_upstream(loaded, sparse, episodes, False),
-            "engine in one process": lambda: by_engine(loaded, env, episodes, alone),
-        }
-        repeated = alternate({name: runs[name] for name in (UPSTREAM, ENGINE)}, options.repetitions)
-        steps = alternate({name: run for name, run in runs.items() if name not in repeated}, 1)
+        repeated = alternate(
+            {
+                UPSTREAM: lambda: by_upstream(loaded, env, episodes, own_noise=False),
+                ENGINE: lambda: by_engine(loaded, env, episodes, settings),
+            },
+            options.repetitions,
+        )
+        steps = {SPARSE: measured(lambda: by_upstream(loaded, sparse, episodes, own_noise=False))}
+        steps[ALONE], engine_work = counted(lambda: by_engine(loaded, env, episodes, alone))
         given_noise, upstream_work = counted(lambda: by_upstream(loaded, env, episodes, own_noise=True))
-        _, engine_work = counted(runs["engine in one process"])
-    counts = {"upstream, the episodes' own noise": upstream_work, "engine in one process": engine_work}
     with loaded_policy(find_model(str(checkpoint)), env, choices["packed computation"]) as packed:
-        runs = {"engine, packed computation": lambda: by_engine(packed, env, episodes, settings)}
-        steps |= alternate(runs, 1)
-    return summary(repeated, steps, given_noise, counts, episodes)
+        steps[PACKED] = measured(lambda: by_engine(packed, env, episodes, settings))
+    work = [{"evaluation": UPSTREAM, **upstream_work}, {"evaluation": ALONE, **engine_work}]
+    return {**summary(repeated, steps, episodes), "work": work, **agreements(repeated, steps, given_noise.outcomes)}
 
 
 def alternate(runs: dict[str, Callable[[], dict[Episode, Outcome]]], repetitions: int) -> dict[str, list[Measured]]:
@@ -198,57 +204,57 @@ def alternate(runs: dict[str, Callable[[], dict[Episode, Outcome]]], repetitions
 
 
 def summary(
-    repeated: dict[str, list[Measured]],
-    steps: dict[str, list[Measured]],
-    given_noise: dict[Episode, Outcome],
-    counts: dict[str, dict[str, int]],
-    episodes: Sequence[Episode],
+    repeated: dict[str, list[Measured]], steps: dict[str, Measured], episodes: Sequence[Episode]
 ) -> dict[str, Any]:
+    """The ratio, and the runs between upstream and the engine that say where it comes from."""
     pairs = list(zip(repeated[UPSTREAM], repeated[ENGINE], strict=True))
     wall = [slow.wall_s / fast.wall_s for slow, fast in pairs]
-    cpu = [slow.cpu_s / fast.cpu_s for slow, fast in pairs]
     baseline = statistics.median(run.wall_s for run in repeated[UPSTREAM])
-    upstream, engine = (repeated[name][0].outcomes for name in (UPSTREAM, ENGINE))
-    repeats = [run.outcomes for runs in (repeated | steps).values() for run in runs]
-    assert all(run.outcomes == engine for run in repeated[ENGINE] + steps["engine in one process"])
+    everything = repeated | {name: [run] for name, run in steps.items()}
     return {
         "ratio": {
             "wall time, upstream over engine": statistics.median(wall),
             "of each pair": wall,
-            "CPU time, upstream over engine": statistics.median(cpu),
+            "CPU time, upstream over engine": statistics.median(slow.cpu_s / fast.cpu_s for slow, fast in pairs),
             "wanted": 2.0,
         },
         "runs": [
             {
                 "evaluation": name,
-                "wall s": statistics.median(run.wall_s for run in runs),
-                "CPU s": statistics.median(run.cpu_s for run in runs),
-                "upstream's wall time over it": baseline / statistics.median(run.wall_s for run in runs),
-                "success": f"{sum(o.success for o in runs[0].outcomes.values())}/{len(episodes)}",
-                "runs": len(runs),
+                "wall s": statistics.median(run.wall_s for run in everything[name]),
+                "CPU s": statistics.median(run.cpu_s for run in everything[name]),
+                "upstream's wall time over it": baseline / statistics.median(run.wall_s for run in everything[name]),
+                "success": f"{sum(o.success for o in everything[name][0].outcomes.values())}/{len(episodes)}",
+                "repetitions": len(everything[name]),
             }
-            for name, runs in (repeated | steps).items()
+            for name in (UPSTREAM, SPARSE, ALONE, ENGINE, PACKED)
         ],
-        "work": [{"evaluation": name, **count} for name, count in counts.items()],
+    }
+
+
+def agreements(
+    repeated: dict[str, list[Measured]], steps: dict[str, Measured], given_noise: dict[Episode, Outcome]
+) -> dict[str, Any]:
+    """Whether the same episodes end alike."""
+    upstream, engine = (repeated[name][0].outcomes for name in (UPSTREAM, ENGINE))
+    return {
         "agreement_by_episode": {
-            "engine with workers and in one process": agreement(engine, steps["engine in one process"][0].outcomes),
-            "engine and upstream given the episodes' own noise": agreement(engine, given_noise),
-            "engine and upstream with its noise of one stream": agreement(engine, upstream),
-            "upstream with its own and with the episodes' noise": agreement(upstream, given_noise),
-            "packed and upstream's computation, both in the engine": agreement(
-                engine, steps["engine, packed computation"][0].outcomes
-            ),
-        },
-        "episodes": f"{len(episodes)}, compared over {len(repeats)} evaluations",
+            "engine with workers and in one process": agreement(engine, steps[ALONE].outcomes),
+            "engine and upstream, upstream given each episode's own noise": agreement(engine, given_noise),
+            "engine and upstream, upstream with one stream of noise": agreement(engine, upstream),
+            "upstream with one stream and with each episode's own noise": agreement(upstream, given_noise),
+            "upstream with and without frames between chunks": agreement(upstream, steps[SPARSE].outcomes),
+            "engine with packed and with upstream's computation": agreement(engine, steps[PACKED].outcomes),
+        }
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, help="run or checkpoint folder; none: train one for 100 steps")
-    parser.add_argument("--tasks", nargs=NUM_TASKS, default=None, help="four MetaWorld tasks")
+    parser.add_argument("--tasks", nargs=len(TASKS), default=TASKS, help="four MetaWorld tasks")
     parser.add_argument("--episodes", type=int, default=10, help="of each task")
-    parser.add_argument("--repetitions", type=int, default=3, help="of the two evaluations that are compared")
+    parser.add_argument("--repetitions", type=int, default=2, help="of the two evaluations that are compared")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the policy's computation")
@@ -258,9 +264,7 @@ def main() -> None:
     require_quotable(options.allow_dirty)
     torch.set_num_threads(options.threads)
     select_gl_backend()
-    checkpoint = options.checkpoint or train_small(Path("outputs/benchmarks/evaluation"))
-    if options.tasks is None:
-        options.tasks = ["reach-v3", "drawer-close-v3", "button-press-topdown-v3", "coffee-button-v3"]
+    checkpoint = options.checkpoint or train_small(Path("outputs/benchmarks/evaluation"), options.tasks)
     result = {
         "title": "Evaluation of one checkpoint on four MetaWorld tasks",
         "what": f"{options.episodes} episodes of each of {', '.join(options.tasks)} (seeds from {FIRST_SEED}), two "
