@@ -107,7 +107,7 @@ def _demonstrations(settings: LiberoRecordSettings) -> Iterator[tuple[dict[str, 
 
     size = {"observation_height": settings.image_size, "observation_width": settings.image_size}
     for number in task_numbers(settings.suite, settings.task_ids):
-        scene = LiberoScene(settings.suite, number, settings.render, obs_type="pixels_agent_pos", **size)
+        scene = LiberoScene(settings.suite, number, settings.rendering, obs_type="pixels_agent_pos", **size)
         state_number = settings.first_state
         for _ in range(settings.episodes_per_task):
             demonstration = _demonstrate(scene, settings, number, state_number)

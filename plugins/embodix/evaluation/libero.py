@@ -15,12 +15,12 @@ from lerobot.envs.configs import LiberoEnv as UpstreamLiberoConfig
 
 from embodix.data.libero_setup import activate_libero
 from embodix.data.rendering import select_gl_backend
+from embodix.schema.libero_data import RENDERINGS
 
 if TYPE_CHECKING:
     from embodix.evaluation.libero_simulator import LiberoSimulator
 
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
-RENDERINGS = ("upstream", "fast")
 
 
 @EnvConfig.register_subclass("embodix_libero")

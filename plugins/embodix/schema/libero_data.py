@@ -4,6 +4,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+RENDERINGS = ("upstream", "fast")
 _HOW_AND_NOT_WHAT = ("root", "progress")
 
 
@@ -17,7 +18,7 @@ class LiberoRecordSettings:
         first_state: the first of the task's 50 initial states that is recorded; the others follow. Evaluation begins
             at state 0.
         image_size: height and width of both cameras' images, pixels.
-        render: "upstream", or "fast" for no shadows, reflections and multisampling.
+        rendering: "upstream", or "fast" for no shadows, reflections and multisampling.
         noise: standard deviation of what is added to the executed translation, which lies in [-1, 1]; the recorded
             action is the controller's own (DART, https://arxiv.org/abs/1703.09327).
         seed: of the noise.
@@ -30,7 +31,7 @@ class LiberoRecordSettings:
     episodes_per_task: int = 5
     first_state: int = 25
     image_size: int = 128
-    render: str = "fast"
+    rendering: str = "upstream"
     noise: float = 0.2
     seed: int = 0
     storage: str = "image"
@@ -45,6 +46,8 @@ class LiberoRecordSettings:
             raise ValueError(f"`task_ids` must be different numbers of tasks, got {list(self.task_ids)}.")
         if self.storage not in ("image", "video"):
             raise ValueError(f"`storage` must be 'image' or 'video', got {self.storage!r}.")
+        if self.rendering not in RENDERINGS:
+            raise ValueError(f"`rendering` must be one of {list(RENDERINGS)}, got {self.rendering!r}.")
         for name in ("episodes_per_task", "image_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
