@@ -13,7 +13,8 @@ import pytest
 from embodix.evaluation.actors import ExpertActor, ReplayActor
 from embodix.evaluation.engine import Engine, EngineSettings, run_episodes
 from embodix.evaluation.episodes import plan_episodes
-from embodix.testing.simulators import Accident, PointSimulators
+from embodix.evaluation.simulators import SimulatorError
+from embodix.testing.simulators import Accident, PointSimulator, PointSimulators
 
 EPISODES = plan_episodes(PointSimulators().tasks, 5, first_seed=40)
 
@@ -85,7 +86,7 @@ def test_an_episode_that_always_fails_stops_the_run_with_its_name(wander, tmp_pa
     settings = EngineSettings(num_workers=num_workers, num_slots=1, max_repeats=2)
     reason = "the simulator exploded" if kind == "raise" else "died with exit code -9"
     message = rf"Episode north with seed 42 failed 3 times after 8 actions, more than max_repeats=2(.|\n)*{reason}"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(SimulatorError, match=message):
         run_episodes(PointSimulators(accident=accident), wander(), EPISODES, settings)
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -93,20 +94,24 @@ def test_an_episode_that_always_fails_stops_the_run_with_its_name(wander, tmp_pa
 def test_a_hanging_simulator_is_named_with_the_time_it_was_waited_for(wander, tmp_path):
     accident = Accident("hang", EPISODES[0], step=0, ledger=tmp_path, times=99)
     settings = EngineSettings(num_workers=1, num_slots=1, max_repeats=0, worker_timeout_s=3.0)
-    with pytest.raises(RuntimeError, match=r"Episode north with seed 40 failed 1 times.*no answer .* for 3 s"):
+    with pytest.raises(SimulatorError, match=r"Episode north with seed 40 failed 1 times.*no answer .* for 3 s"):
         run_episodes(PointSimulators(accident=accident), wander(), EPISODES, settings)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_simulator_that_cannot_be_built_is_not_tried_again(wander, num_workers):
     simulators = PointSimulators(unbuildable=("south",))
-    with pytest.raises(RuntimeError, match=r"simulator of south can't be set up:(.|\n)*assets of south are missing"):
+    with pytest.raises(SimulatorError, match=r"simulator of south can't be set up:(.|\n)*assets of south are missing"):
         run_episodes(simulators, wander(), EPISODES, EngineSettings(num_workers=num_workers))
 
 
-def test_a_simulator_without_an_expert_says_so(monkeypatch):
-    from embodix.testing.simulators import PointSimulator
+def test_a_simulator_without_an_expert_says_so():
+    class WithoutExpert(PointSimulator):
+        expert_action = None
 
-    monkeypatch.delattr(PointSimulator, "expert_action")
-    with pytest.raises(RuntimeError, match="simulator of north has no scripted controller"):
-        run_episodes(PointSimulators(), ExpertActor(), EPISODES, EngineSettings())
+    class Simulators(PointSimulators):
+        def build(self, task):
+            return WithoutExpert(task, self.max_steps)
+
+    with pytest.raises(SimulatorError, match="simulator of north has no scripted controller"):
+        run_episodes(Simulators(), ExpertActor(), EPISODES, EngineSettings())
