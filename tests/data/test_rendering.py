@@ -22,8 +22,10 @@ def test_an_unknown_backend_gives_its_reason():
 
 def test_the_second_backend_is_taken_when_the_first_fails(monkeypatch):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
+    monkeypatch.setenv("PYOPENGL_PLATFORM", "egl")
     monkeypatch.setattr(rendering, "probe_gl_backend", {"egl": "no driver", "osmesa": None}.get)
     assert rendering.select_gl_backend() == "osmesa"
+    assert (os.environ["MUJOCO_GL"], os.environ["PYOPENGL_PLATFORM"]) == ("osmesa", "osmesa")
 
 
 def test_without_any_backend_the_error_has_every_reason(monkeypatch):

@@ -47,7 +47,7 @@ def probe_gl_backend(backend: str) -> str | None:
 
 
 def select_gl_backend() -> str:
-    """Choose the OpenGL backend of this process and its children, and set ``MUJOCO_GL`` to it.
+    """Choose the OpenGL backend of this process and its children; sets ``MUJOCO_GL`` and ``PYOPENGL_PLATFORM``.
 
     A ``MUJOCO_GL`` that is already set is the user's choice and is kept.
 
@@ -61,7 +61,8 @@ def select_gl_backend() -> str:
     for backend in GL_BACKENDS:
         reason = probe_gl_backend(backend)
         if reason is None:
-            os.environ["MUJOCO_GL"] = backend
+            # PyOpenGL's own variable must not say another one; the probe ran without it.
+            os.environ["MUJOCO_GL"] = os.environ["PYOPENGL_PLATFORM"] = backend
             return backend
         reasons[backend] = reason
     raise RuntimeError(
