@@ -19,7 +19,8 @@ from embodix.evaluation.env_features import require_fitting_features
 from embodix.evaluation.metaworld import EmbodixMetaworldConfig
 from embodix.evaluation.model_folder import find_model
 from embodix.evaluation.named_checkpoints import name_checkpoints
-from embodix.evaluation.session import default_num_workers, other_instructions
+from embodix.evaluation.policy_actors import other_instructions
+from embodix.evaluation.session import default_num_workers
 from embodix.schema.compose import compose
 from embodix.training.host_config import decode_env
 
@@ -111,6 +112,7 @@ def test_only_features_that_the_command_names_replace_those_of_the_run() -> None
 def test_the_wrong_prompt_is_another_tasks() -> None:
     said = {"reach": "Reach", "close": "Close", "again": "Reach"}
     assert other_instructions(said) == {"reach": "Close", "close": "Reach", "again": "Close"}
+    assert other_instructions({"reach": "Reach"}, ["Reach", "Push"]) == {"reach": "Push"}
     with pytest.raises(ValueError, match=r"wrong_prompt='\.\.\.'"):
         other_instructions({"reach": "Reach", "again": "Reach"})
     assert default_num_workers() >= 1

@@ -127,6 +127,16 @@ def test_upstreams_own_features_are_one_override_away(evaluate: Command, run_fol
     assert results(tmp_path)["env"]["task"] == "reach-v3"
 
 
+def test_the_wrong_prompt_of_one_task_comes_from_the_training_data(
+    evaluate: Command, run_folder: Path, tmp_path: Path
+) -> None:
+    overrides = ["+env.task=reach-v3", "eval.videos=0", "controls=[wrong_prompt]", "eval.n_episodes=1"]
+    code, _, _ = evaluate(tmp_path, f"checkpoint={run_folder}", *overrides)
+    assert code == 0
+    record = results(tmp_path)
+    assert record["controls"]["wrong_prompt"][0]["sum_reward"] != record["episodes"][0]["sum_reward"]
+
+
 def test_a_mistake_is_said_before_anything_is_loaded(evaluate: Command, run_folder: Path, tmp_path: Path) -> None:
     code, printed, error = evaluate(tmp_path, f"checkpoint={run_folder}", "+env.task=reach")
     assert code == 1

@@ -6,14 +6,14 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lerobot.envs.configs import EnvConfig
 from omegaconf import DictConfig, OmegaConf
 
-from embodix.evaluation.actors import Actor, ExpertActor, PolicyActor, ReplayActor
+from embodix.evaluation.actors import Actor, ExpertActor, ReplayActor
 from embodix.evaluation.choices import check_choices, needs_policy, policy_choices
 from embodix.evaluation.controls import mean_action_sequence
 from embodix.evaluation.engine import EngineSettings
@@ -21,9 +21,10 @@ from embodix.evaluation.env_features import env_name
 from embodix.evaluation.episodes import plan_episodes
 from embodix.evaluation.model_folder import ModelFolder, find_model
 from embodix.evaluation.named_checkpoints import name_checkpoints
-from embodix.evaluation.policy_loading import LoadedPolicy, loaded_policy
+from embodix.evaluation.policy_actors import PolicyActors
+from embodix.evaluation.policy_loading import loaded_policy
 from embodix.evaluation.progress import EvaluationProgress
-from embodix.evaluation.session import ActorRun, EvaluationSession, default_num_workers, other_instructions
+from embodix.evaluation.session import ActorRun, EvaluationSession, default_num_workers
 from embodix.evaluation.simulators import Simulators, simulators_of
 from embodix.report.evaluation import Evaluation, pair_success, read_evaluation
 from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
@@ -90,7 +91,9 @@ class _Evaluator:
         """A checkpoint and its controls; returns the folder of its results."""
         folder = self._output_dir / name if num_checkpoints > 1 else self._output_dir
         with loaded_policy(source, self._env_cfg, self._choices) as loaded:
-            actor = _PolicyActors(loaded, self._env_cfg, name, self._cfg)
+            actor = PolicyActors(loaded, self._env_cfg, name, self._cfg.wrong_prompt, source.trained_instructions())
+            if "wrong_prompt" in self._cfg.controls:
+                actor.require_wrong_prompt(self._session.simulators.tasks)
             main = self._session.run("policy", actor.of(self._cfg.actor, {}), folder, videos=True)
             controls = {
                 control: self._session.run(control, actor.of(control, main.instructions), folder, videos=False)
@@ -157,33 +160,6 @@ class _Evaluator:
             "wrong_prompt": self._cfg.wrong_prompt,
             "resumed": self._session.resumed,
         }
-
-
-@dataclass(frozen=True)
-class _PolicyActors:
-    """The policy itself, and what it is under its controls."""
-
-    loaded: LoadedPolicy
-    env_cfg: EnvConfig
-    name: str
-    cfg: DictConfig
-
-    def of(self, kind: str, instructions: Mapping[str, str]) -> PolicyActor:
-        """The actor of ``policy``, ``blank_image`` or ``wrong_prompt``."""
-        loaded, instruction_of = self.loaded, None
-        if kind == "wrong_prompt":
-            words: str | None = self.cfg.wrong_prompt
-            others = dict.fromkeys(instructions, words) if words is not None else other_instructions(instructions)
-            instruction_of = others.__getitem__
-        return PolicyActor(
-            loaded.policy,
-            loaded.preprocessor,
-            loaded.postprocessor,
-            self.env_cfg,
-            blank_images=kind == "blank_image",
-            instruction_of=instruction_of,
-            name=self.name if kind == "policy" else f"{self.name}, {kind.replace('_', ' ')}",
-        )
 
 
 def _simulators(env_cfg: EnvConfig) -> Simulators:

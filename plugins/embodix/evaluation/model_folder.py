@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lerobot.configs.train import TRAIN_CONFIG_NAME
+from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.utils.constants import CHECKPOINTS_DIR, LAST_CHECKPOINT_LINK, PRETRAINED_MODEL_DIR
 from omegaconf import DictConfig
 
@@ -50,6 +51,14 @@ class ModelFolder:
         """Widths and depths of a small policy."""
         architecture: dict[str, Any] | None = self._json(ARCHITECTURE_FILE)
         return architecture
+
+    def trained_instructions(self) -> list[str]:
+        """What the tasks of the training data say; nothing where the data set is not on this machine."""
+        dataset = self.train_config.get("dataset", {})
+        root = dataset.get("root")
+        if root is None or not (Path(root) / "meta" / "info.json").is_file():
+            return []
+        return [str(task) for task in LeRobotDatasetMetadata(dataset["repo_id"], root=root).tasks.index]
 
     def compose_run(self, policy_type: str, added: list[str]) -> DictConfig:
         """The train config of the run, with this command's choices in place of its own.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,26 +115,6 @@ def episode_record(result: EpisodeResult) -> EpisodeRecord:
 def default_num_workers() -> int:
     """The cores that this process may use but one, which computes the policy; 1 at least."""
     return max(1, len(os.sched_getaffinity(0)) - 1)
-
-
-def other_instructions(instructions: Mapping[str, str]) -> dict[str, str]:
-    """For each task the instruction of the next task that says something else.
-
-    Raises:
-        ValueError: all say the same.
-    """
-    tasks = list(instructions)
-    others = {}
-    for place, task in enumerate(tasks):
-        following = [instructions[other] for other in [*tasks[place + 1 :], *tasks[:place]]]
-        different = [instruction for instruction in following if instruction != instructions[task]]
-        if not different:
-            raise ValueError(
-                "The wrong-prompt control gives a task the instruction of another, and all say "
-                f"{instructions[task]!r}. Give its words: wrong_prompt='...'."
-            )
-        others[task] = different[0]
-    return others
 
 
 class _Stopwatch:
