@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,22 @@ def env_cfg() -> EmbodixMetaworldConfig:
     return EmbodixMetaworldConfig(task=",".join(TASKS), image_size=28, episode_length=NUM_STEPS)
 
 
+class KillsAWorker:
+    """Kills the first of the engine's workers, which simulates one slot of each group, when it is asked again."""
+
+    def __init__(self, actor, engine):
+        self.actor, self.engine, self.num_asked = actor, engine, 0
+        self.name, self.num_observations, self.start = actor.name, actor.num_observations, actor.start
+
+    def act(self, requests):
+        self.num_asked += 1
+        if self.num_asked == 3:
+            process = self.engine._workers._workers[0].process
+            process.kill()
+            process.wait()
+        return self.actor.act(requests)
+
+
 def upstream_rewards(env_cfg, task, loaded, episodes):
     """Rewards (B, T) of upstream's rollout, the policy's noise drawn from each episode's own stream."""
     cfg = EmbodixMetaworldConfig(task=task, image_size=env_cfg.image_size, episode_length=env_cfg.episode_length)
@@ -68,6 +85,9 @@ def test_a_trained_policy_acts_as_in_upstreams_rollout_with_any_workers(run_fold
         alone = run_episodes(simulators, actor, episodes, EngineSettings(num_slots=4, num_groups=2))
         with Engine(simulators, EngineSettings(num_workers=2, num_slots=4, num_groups=2)) as engine:
             assert engine.run(actor, episodes) == alone
+            disturbed = engine.run(KillsAWorker(actor, engine), episodes)
+        assert [replace(result, num_repeats=0) for result in disturbed] == alone
+        assert sum(result.num_repeats for result in disturbed) == 2
         recorded = EngineSettings(num_slots=4, num_groups=2, videos=1, videos_dir=tmp_path / "videos")
         watched = run_episodes(simulators, actor, episodes[:1], recorded)
         rewards = [reward for task in TASKS for reward in upstream_rewards(

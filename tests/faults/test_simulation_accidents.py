@@ -53,7 +53,7 @@ def test_an_accident_costs_one_repeat_and_changes_nothing_else(wander, undisturb
     results, batches = undisturbed
     accident = Accident(kind, EPISODES[2], step=6, ledger=tmp_path)
     actor = wander()
-    settings = EngineSettings(num_workers=num_workers, num_slots=4, worker_timeout_s=2.0 if kind == "hang" else 60.0)
+    settings = EngineSettings(num_workers=num_workers, num_slots=4, worker_timeout_s=5.0 if kind == "hang" else 60.0)
     disturbed = run_episodes(PointSimulators(accident=accident), actor, EPISODES, settings)
     assert len(list(tmp_path.iterdir())) == 1
     assert without_repeats(disturbed) == results
