@@ -130,10 +130,11 @@ def test_upstreams_own_features_are_one_override_away(evaluate: Command, run_fol
 def test_the_wrong_prompt_of_one_task_comes_from_the_training_data(
     evaluate: Command, run_folder: Path, tmp_path: Path
 ) -> None:
-    overrides = ["+env.task=reach-v3", "eval.videos=0", "controls=[wrong_prompt]", "eval.n_episodes=1"]
-    code, _, _ = evaluate(tmp_path, f"checkpoint={run_folder}", *overrides)
+    overrides = ["+env.task=hammer-v3", "eval.videos=0", "controls=[wrong_prompt]", "eval.n_episodes=1"]
+    code, printed, _ = evaluate(tmp_path, f"checkpoint={run_folder}", *overrides)
     assert code == 0
     record = results(tmp_path)
+    assert "It was told 'Hammer a screw on the wall', which no task of its training data says." in printed
     assert record["controls"]["wrong_prompt"][0]["sum_reward"] != record["episodes"][0]["sum_reward"]
 
 

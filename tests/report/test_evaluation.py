@@ -90,6 +90,7 @@ def test_the_terminal_shows_tasks_controls_pairs_and_what_to_mind(tmp_path: Path
         "embodix cannot be told apart from upstream",
         "only embodix 2 (exact McNemar test, p = 0.5)",
         "upstream was interrupted and continued",
+        "Mind: embodix: It was told 'Reach'.",
     ):
         assert part in text
 

@@ -101,7 +101,8 @@ class _Evaluator:
                 else self._controller(control, source)
                 for control in self._cfg.controls
             }
-            description = loaded.description
+            notes = [*loaded.notes, *actor.unseen_instructions(main.instructions)]
+            description = {**loaded.description, "notes": notes}
         self._write(folder, name, source.model, description, main, controls)
         return folder
 

@@ -40,6 +40,13 @@ class PolicyActors:
                 "wrong_prompt='...', or evaluate several tasks."
             )
 
+    def unseen_instructions(self, instructions: Mapping[str, str]) -> list[str]:
+        """One sentence for each instruction that the policy was not trained on; none where its data are not known."""
+        if not self.trained_instructions:
+            return []
+        unseen = [said for said in dict.fromkeys(instructions.values()) if said not in self.trained_instructions]
+        return [f"It was told {said!r}, which no task of its training data says." for said in unseen if said]
+
     def of(self, kind: str, instructions: Mapping[str, str]) -> PolicyActor:
         """The actor of ``policy``, ``blank_image`` or ``wrong_prompt``.
 

@@ -89,7 +89,6 @@ def loaded_policy(source: ModelFolder, env_cfg: EnvConfig, choices: PolicyChoice
             "device": str(policy_cfg.device),
             "features": features,
             "patches": sorted(patches),
-            "notes": notes,
         }
         yield LoadedPolicy(policy, pre, post, description, notes)
 

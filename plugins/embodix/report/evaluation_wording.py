@@ -106,6 +106,7 @@ def warnings(evaluations: Sequence[Evaluation]) -> list[str]:
     """What a reader must mind."""
     found = []
     for evaluation in evaluations:
+        found += [f"{evaluation.name}: {note}" for note in evaluation.details.get("policy", {}).get("notes", [])]
         repeated = [episode for episode in evaluation.episodes if episode.num_repeats]
         if repeated:
             found.append(
