@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from embodix.evaluation.actors import ExpertActor, ReplayActor
-from embodix.evaluation.engine import Engine, EngineSettings, run_episodes
+from embodix.evaluation.engine import Engine, EngineSettings, _worker_of, run_episodes
 from embodix.evaluation.episodes import Episode, plan_episodes
 from embodix.testing.simulators import PointSimulators
 
@@ -76,6 +79,41 @@ def test_one_group_and_one_slot_run_the_same_episodes(run, make_actor):
     assert [batch[0][1] for batch in batches if batch[0][2] == 0] == EPISODES
     assert all(len(batch) == 1 for batch in batches)
     assert [result.episode for result in results] == EPISODES
+
+
+class Homing:
+    """Moves towards the centre by what it sees, in chunks of three; no batch can change its numbers."""
+
+    name, num_observations = "homing", 1
+
+    def start(self, slot, episode):
+        assert 0 <= slot < 7
+
+    def act(self, requests):
+        places = [request.observations[-1]["agent_pos"] for request in requests]
+        return [np.stack([-scale * place for scale in (3.0, 0.5, -1.0)]) for place in places]
+
+
+@given(st.integers(1, 7), st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_any_slots_and_groups_run_every_episode_to_the_same_end(num_slots, num_groups, counts):
+    tasks = [f"task{index}" for index in range(len(counts))]
+    episodes = [Episode(task, seed) for task, count in zip(tasks, counts, strict=True) for seed in range(count)]
+    simulators, seen = PointSimulators(tasks=tuple(tasks)), []
+    settings = EngineSettings(num_slots=num_slots, num_groups=num_groups)
+    results = run_episodes(simulators, Homing(), episodes, settings, on_result=seen.append)
+    assert results == run_episodes(simulators, Homing(), episodes, EngineSettings(num_slots=1))
+    assert sorted(map(repr, seen)) == sorted(map(repr, results))
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 12))
+def test_the_slots_of_every_group_are_spread_over_the_workers(num_slots, num_groups, num_workers):
+    num_workers = min(num_workers, num_slots)
+    workers = _worker_of(EngineSettings(num_slots=num_slots, num_groups=num_groups), num_workers)
+    assert set(workers) == set(range(num_workers))
+    for group in range(num_groups):
+        used = Counter(workers[group::num_groups])
+        if num_workers * num_groups <= num_slots:
+            assert max(used.values()) - min(used[worker] for worker in range(num_workers)) <= 1
 
 
 def test_noise_and_outcome_do_not_depend_on_the_company(run, make_actor):
