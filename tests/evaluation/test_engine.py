@@ -238,6 +238,13 @@ def test_actions_that_are_not_finite_are_an_error(run):
         run(ReplayActor({"north": actions, "south": actions}))
 
 
+def test_an_actor_without_actions_is_an_error(monkeypatch):
+    monkeypatch.setattr(Homing, "act", lambda self, requests: [np.zeros((0, 2))] * len(requests))
+    message = r"n at least 1; homing gave \(0, 2\) in north with seed 40 after 0 steps"
+    with pytest.raises(ValueError, match=message):
+        run_episodes(SIMULATORS, Homing(), EPISODES, EngineSettings())
+
+
 def test_a_task_without_actions_to_replay_is_named(run):
     with pytest.raises(ValueError, match="no actions to replay for 'south', only for"):
         run(ReplayActor({"north": np.zeros((5, 2), np.float32)}))

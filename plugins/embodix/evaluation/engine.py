@@ -274,11 +274,7 @@ class _Run:
         ]
         commands = []
         for request, actions_TA in zip(requests, self._actor.act(requests), strict=True):
-            if not np.isfinite(actions_TA).all():
-                raise ValueError(
-                    f"Actions must be finite; {self._actor.name} gave {actions_TA[~np.isfinite(actions_TA)][0]} in "
-                    f"{request.episode} after {request.num_steps} steps. Look for NaN in its weights or statistics."
-                )
+            _check_actions(actions_TA, request, self._actor.name)
             self._attempts[request.slot].chunks.append(actions_TA)
             commands.append(Continue(request.slot, actions_TA))
         return commands
@@ -306,6 +302,18 @@ class _Run:
         self._settings.videos_dir.mkdir(parents=True, exist_ok=True)
         episode = self._episodes[index]
         return self._settings.videos_dir / f"{episode.task.replace('/', '_')}_{episode.seed}.mp4"
+
+
+def _check_actions(actions_TA: np.ndarray, request: Request, name: str) -> None:
+    """Raise ValueError unless an actor gave at least one action, and finite ones."""
+    where = f"in {request.episode} after {request.num_steps} steps"
+    if actions_TA.ndim != 2 or not len(actions_TA):
+        raise ValueError(f"Actions must be (n, action_dim), n at least 1; {name} gave {actions_TA.shape} {where}.")
+    if not np.isfinite(actions_TA).all():
+        raise ValueError(
+            f"Actions must be finite; {name} gave {actions_TA[~np.isfinite(actions_TA)][0]} {where}. "
+            "Look for NaN in its weights or statistics."
+        )
 
 
 def _recorded(episodes: Sequence[Episode], num_videos: int) -> set[int]:
