@@ -15,6 +15,7 @@ from embodix.doctor import machine
 from embodix.doctor.findings import find_implementations, find_patches, find_versions
 from embodix.doctor.machine import AttentionTarget, MachineFinding, rendering_problem
 from embodix.doctor.needs import attention_target
+from embodix.evaluation import rlinf_needs
 from embodix.patching import patch_names
 from embodix.plugins import PluginError, PluginRegistry, load_plugins, registry
 from embodix.schema.compose import compose
@@ -141,6 +142,15 @@ def test_libero_is_needed_only_when_it_is_asked_for(a_machine, capsys):
     assert "its assets are missing. Run `make libero`" in need
     a_machine(libero_problem=None)
     assert _needs(capsys, "policy=pi05_small", "env=libero") == []
+
+
+@pytest.mark.parametrize(("option", "simulator"), [("maniskill", "maniskill_lacks"), ("isaaclab", "isaaclab_lacks")])
+def test_a_gpu_simulator_names_all_that_it_lacks(a_machine, capsys, monkeypatch, option, simulator):
+    monkeypatch.setattr(rlinf_needs, simulator, lambda *backend: ["no package", f"no driver {backend}"])
+    needs = _needs(capsys, "policy=pi05_small", f"env={option}")
+    backend = ("gpu",) if option == "maniskill" else ()
+    assert f"env.type=embodix_{option} can't run: no package" in needs
+    assert f"env.type=embodix_{option} can't run: no driver {backend}" in needs
 
 
 def test_a_duplicate_registration_is_an_error(capsys, monkeypatch):

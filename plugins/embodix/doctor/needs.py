@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.doctor.findings import Diagnosis, VersionFinding, implementation_problem
 from embodix.doctor.machine import AttentionTarget, MachineFinding
+from embodix.evaluation import rlinf_needs
 from embodix.patching import SIZE_PATCHES, PatchError, patch_module
 from embodix.plugins import PluginError, PluginRegistry
 
@@ -25,7 +26,7 @@ REAL_HEAD_DIMS = {"pi05": 256, "groot": 128}  # of the language model at the rea
 def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis) -> list[str]:
     """Every fault of this installation that stops a run of ``config``."""
     faults = [*_versions(diagnosis.versions), *_plugins(config, registry), *_patches(config)]
-    faults += _implementations(config, registry)
+    faults += [*_implementations(config, registry), *_gpu_simulators(config)]
     if diagnosis.machine is not None:
         faults += _machine(config, diagnosis.machine)
     return faults
@@ -116,6 +117,17 @@ def _machine(config: DictConfig, machine: MachineFinding) -> Iterator[str]:
         yield f"env renders off-screen, and no backend can: {reasons}. Install libegl1 and libegl-mesa0, or libosmesa6."
     if "libero" in str(_select(config, "env.type")) and machine.libero_problem:
         yield f"env={_select(config, 'env.type')} is not ready: {machine.libero_problem}. Run `make libero`."
+
+
+def _gpu_simulators(config: DictConfig) -> Iterator[str]:
+    """What RLinf's simulators lack; each reason is found by trying."""
+    env_type = _select(config, "env.type")
+    if env_type == "embodix_maniskill":
+        backend = str(_select(config, "env.options.init_params.sim_backend") or "gpu")
+        reasons = rlinf_needs.maniskill_lacks(backend)
+    else:
+        reasons = rlinf_needs.isaaclab_lacks() if env_type == "embodix_isaaclab" else []
+    yield from (f"env.type={env_type} can't run: {reason}" for reason in reasons)
 
 
 def _backends(registry: PluginRegistry) -> list[str]:
