@@ -148,10 +148,14 @@ class _SampledCameras:
         return sample
 
     def free(self) -> None:
-        """Free the renderer now: at the end of the process, when robosuite would, EGL is gone and complains."""
+        """Free the renderer now: at the end of the process, when robosuite would, EGL is gone and complains.
+
+        What holds the model goes too: robosuite's sensors keep this object, and a model takes a gigabyte.
+        """
         self._bind()
         self._context.con.free()
         self._context.gl_ctx.free()
+        del self._context, self._sampled, self._simulation
 
     def _bind(self) -> None:
         """Make the renderer's OpenGL context the current one; robosuite leaves the one that was made last."""
