@@ -242,7 +242,7 @@ def test_an_actor_without_actions_is_an_error(monkeypatch):
     monkeypatch.setattr(Homing, "act", lambda self, requests: [np.zeros((0, 2))] * len(requests))
     message = r"n at least 1; homing gave \(0, 2\) in north with seed 40 after 0 steps"
     with pytest.raises(ValueError, match=message):
-        run_episodes(SIMULATORS, Homing(), EPISODES, EngineSettings())
+        run_episodes(SIMULATORS, Homing(), EPISODES, EngineSettings(num_slots=3))
 
 
 def test_a_task_without_actions_to_replay_is_named(run):
