@@ -81,6 +81,16 @@ def test_a_folder_without_model_is_refused_and_a_hub_name_is_not(tmp_path: Path)
     assert find_model("lerobot/pi05_base").overrides == []
 
 
+def test_a_misspelt_folder_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    with pytest.raises(ValueError, match="checkpoint=outputs/typo holds no model"):
+        find_model("outputs/typo")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="no folder somebody/typo, and the hub gave no model of that name"):
+        find_model("somebody/typo").policy_type()
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -97,12 +98,11 @@ def test_an_interrupted_evaluation_is_continued(evaluate: Command, run_folder: P
     code, _, error = evaluate(tmp_path, f"checkpoint={run_folder}", "eval.videos=0")
     assert code == 1
     assert f"holds an evaluation already ({tmp_path}/episodes.jsonl). Continue it with resume={tmp_path}" in error
-    evaluate(tmp_path / "elsewhere", f"checkpoint={run_folder}", "eval.videos=0", "eval.num_slots=1")
-    folder = tmp_path / "elsewhere"
+    folder = tmp_path.with_name(f"{tmp_path.name}_killed")
+    shutil.copytree(tmp_path, folder)
     (folder / "results.json").unlink()
     (folder / "episodes.jsonl").write_text(lines[0] + "\n" + lines[1][:20])
-    monkey_dir = tmp_path / "hydra"
-    code = dispatch("lerobot", ["eval", f"resume={folder}", f"hydra.run.dir={monkey_dir}"])
+    code = dispatch("lerobot", ["eval", f"resume={folder}", f"hydra.run.dir={tmp_path}/hydra"])
     assert code == 0
     continued = results(folder)
     assert continued["settings"]["resumed"]

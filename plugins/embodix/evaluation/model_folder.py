@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
+from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TRAIN_CONFIG_NAME
 from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.utils.constants import CHECKPOINTS_DIR, LAST_CHECKPOINT_LINK, PRETRAINED_MODEL_DIR
@@ -51,6 +53,19 @@ class ModelFolder:
         """Widths and depths of a small policy."""
         architecture: dict[str, Any] | None = self._json(ARCHITECTURE_FILE)
         return architecture
+
+    def policy_type(self) -> str:
+        """The policy's type, as its config says.
+
+        Raises:
+            ValueError: neither a folder nor a model on the hub that can be reached.
+        """
+        try:
+            return str(PreTrainedConfig.from_pretrained(self.model).type)
+        except (OSError, HFValidationError) as error:
+            raise ValueError(
+                f"There is no folder {self.model}, and the hub gave no model of that name: {error}"
+            ) from error
 
     def trained_instructions(self) -> list[str]:
         """What the tasks of the training data say; nothing where the data set is not on this machine."""
@@ -114,7 +129,7 @@ def find_model(path: Path | str) -> ModelFolder:
     for folder in tried:
         if _is_model(folder):
             return _model_at(folder)
-    if not given.exists() and HUB_NAME.fullmatch(str(path)):
+    if HUB_NAME.fullmatch(str(path)) and not given.parent.exists():  # else a misspelt folder
         return ModelFolder(str(path), given)
     raise ValueError(
         f"checkpoint={path} holds no model ({CONFIG_NAME} with the policy's type). Give a run folder, a checkpoint "

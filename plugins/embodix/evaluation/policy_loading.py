@@ -68,7 +68,7 @@ def loaded_policy(source: ModelFolder, env_cfg: EnvConfig, choices: PolicyChoice
         ValueError: features that don't fit the environment, a config that upstream rejects, or missing files.
         embodix.patching.PatchError: a patch does not fit the installed host.
     """
-    policy_type = _policy_type(source)
+    policy_type = source.policy_type()
     cfg = source.compose_run(policy_type, list(choices.features))
     source = source.member(cfg)
     with ExitStack() as stack:
@@ -91,10 +91,6 @@ def loaded_policy(source: ModelFolder, env_cfg: EnvConfig, choices: PolicyChoice
             "patches": sorted(patches),
         }
         yield LoadedPolicy(policy, pre, post, description, notes)
-
-
-def _policy_type(source: ModelFolder) -> str:
-    return str(PreTrainedConfig.from_pretrained(source.model).type)
 
 
 def _policy_config(source: ModelFolder, changes: Mapping[str, Any]) -> PreTrainedConfig:
