@@ -37,6 +37,7 @@ def test_learn_metaworld_trains_on_its_own_recording() -> None:
     cfg, recording = compose("train", ["experiment=learn_metaworld"]), compose("data", ["data=learn_metaworld"])
     assert (cfg.dataset.root, cfg.dataset.repo_id) == (recording.root, recording.repo_id)
     assert cfg.dataset.episodes is None, "every recorded task is trained"
+    assert cfg.env.task.split(",") == list(recording.tasks)
     for name in ("cameras", "state", "image_size"):
         assert cfg.env[name] == recording[name]
 
@@ -45,5 +46,4 @@ def test_learn_metaworld_has_four_tasks_with_different_instructions() -> None:
     tasks = list(compose("data", ["data=learn_metaworld"]).tasks)
     assert len(tasks) >= 4
     assert set(tasks) <= set(task_names())
-    assert {"sweep-into-v3", "hand-insert-v3"} <= set(tasks), "two tasks of one scene"
     assert len({instruction_for(task) for task in tasks}) == len(tasks)

@@ -35,8 +35,7 @@ INSTRUCTIONS: dict[str, str] = {
         "hand, then bring it right above the handle without touching the box, and finally press the handle "
         "straight down, all the way to its lowest position, and keep it there"
     ),
-    "sweep-into-v3": "Sweep the block along the table into the hole",
-    "hand-insert-v3": "Take the block, carry it over and put your hand with it into the hole",
+    "dial-turn-v3": "Put your fingers beside the knob of the dial and turn it",
 }
 
 
