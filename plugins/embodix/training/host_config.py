@@ -152,7 +152,8 @@ def _decode(fields: Mapping[str, Any], config_class: type) -> Any:
     try:
         return draccus.decode(config_class, dict(fields))
     except Exception as error:  # draccus raises several unrelated kinds for a bad value
-        cause = f" {error.__cause__}" if error.__cause__ is not None else ""
+        # draccus repeats a field's error in its own message, but not what a dataclass said of its fields together.
+        cause = f" {error.__cause__}" if str(error).startswith("Couldn't instantiate") else ""
         raise ValueError(f"Upstream's config rejects a value: {error}{cause}{_nearest(error)}") from error
 
 
