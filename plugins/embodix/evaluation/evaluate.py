@@ -28,7 +28,7 @@ from embodix.evaluation.session import ActorRun, EvaluationSession, default_num_
 from embodix.evaluation.simulators import Simulators, simulators_of
 from embodix.report.evaluation import Evaluation, pair_success, read_evaluation
 from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
-from embodix.report.evaluation_record import EPISODES_FILE, EvaluationRun, results_record, write_results
+from embodix.report.evaluation_record import EPISODES_FILE, RESULTS_FILE, EvaluationRun, results_record, write_results
 from embodix.report.manifest import write_text_atomically
 from embodix.training.host_config import decode_env
 
@@ -223,7 +223,7 @@ def _recording(cfg: DictConfig, source: ModelFolder | None) -> str:
 
 
 def _read(folder: Path, output_dir: Path) -> EvaluatedFolder:
-    evaluation = read_evaluation(folder / "results.json")
+    evaluation = read_evaluation(folder / RESULTS_FILE)
     assert evaluation is not None
     return EvaluatedFolder(evaluation, "" if folder == output_dir else folder.name)
 

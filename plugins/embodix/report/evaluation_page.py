@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from embodix.report import evaluation_wording as wording
@@ -21,8 +20,9 @@ from embodix.report.evaluation import (
     success_by_task,
 )
 from embodix.report.film import film_strip
+from embodix.report.html import page_environment, provenance_texts
 from embodix.report.success_plots import episode_lengths, rates_by_task
-from embodix.report.wording import GLOSSARY, percent, success_words
+from embodix.report.wording import GLOSSARY
 
 TERMS = ("Wilson interval", "McNemar test", "blind control", "blank-image control")
 MAX_PICTURES = 24
@@ -50,14 +50,8 @@ def render_evaluations(evaluated: Sequence[EvaluatedFolder], page_folder: Path) 
     names = [evaluation.name for evaluation in evaluations]
     if not evaluations or len(set(names)) < len(names):
         raise ValueError(f"A page shows one or more evaluations of different names; got {names}.")
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("embodix.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"percent": percent, "success": success_words, "points": wording.pair_points}
+    environment = page_environment()
+    environment.filters |= {"points": wording.pair_points}
     return environment.get_template("evaluation.html.j2").render(
         title=wording.title(evaluations),
         run_paragraph=wording.what_was_run(evaluations),
@@ -147,15 +141,8 @@ def _settings(evaluation: Evaluation) -> Mapping[str, Any]:
 
 def _provenance(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
     """Code and machine of the first evaluation, then what belongs to each."""
-    fields = dict(evaluations[0].details.get("provenance", {}))
-    if fields.pop("dirty", None):
-        fields["commit"] += " with uncommitted changes"
-    fields["versions"] = ", ".join(f"{name} {version}" for name, version in fields.get("versions", {}).items())
-    rows = [
-        (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else str(value))
-        for name, value in fields.items()
-        if value not in (None, "", [])
-    ]
+    texts = provenance_texts(evaluations[0].details.get("provenance", {}))
+    rows = [(label, text) for label, text in texts.items() if text]
     for evaluation in evaluations:
         details = evaluation.details
         rows.append((f"{evaluation.name}: checkpoint", str(details.get("checkpoint") or "none, a controller")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -97,17 +97,29 @@ def provenance_rows(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Code and machine as label and text; where runs differ, each value with its run."""
     rows: dict[str, dict[str, str]] = {}
     for run in runs:
-        fields = dataclasses.asdict(run.manifest.provenance)
-        fields["versions"] = ", ".join(f"{name} {version}" for name, version in fields["versions"].items())
-        dirty = fields.pop("dirty")
-        fields["commit"] += " with uncommitted changes" if dirty else ""
-        fields["seed"] = run.manifest.seed
-        fields["created at"] = run.manifest.created_at
-        fields["patches of upstream"] = ", ".join(run.manifest.patches) or "none"
-        for label, value in fields.items():
-            text = ", ".join(value) if isinstance(value, list) else "" if value is None else str(value)
-            rows.setdefault(label.replace("_", " "), {})[run.name] = text
+        texts = provenance_texts(dataclasses.asdict(run.manifest.provenance))
+        texts["seed"] = "" if run.manifest.seed is None else str(run.manifest.seed)
+        texts["created at"] = run.manifest.created_at
+        texts["patches of upstream"] = ", ".join(run.manifest.patches) or "none"
+        for label, text in texts.items():
+            rows.setdefault(label, {})[run.name] = text
     return [(label, _merged(values)) for label, values in rows.items() if any(values.values())]
+
+
+def provenance_texts(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """A provenance as label and text; "" for what is not known."""
+    fields = dict(provenance)
+    if fields.pop("dirty", None):
+        fields["commit"] += " with uncommitted changes"
+    fields["versions"] = [f"{name} {version}" for name, version in fields.get("versions", {}).items()]
+    return {
+        name.replace("_", " "): ", ".join(map(str, value))
+        if isinstance(value, list)
+        else ""
+        if value is None
+        else str(value)
+        for name, value in fields.items()
+    }
 
 
 def _merged(values: dict[str, str]) -> str:

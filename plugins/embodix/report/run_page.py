@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from embodix.report import wording
 from embodix.report.curves import binned, legend, spans_decades, whole_steps
@@ -16,9 +17,8 @@ from embodix.report.html import page_environment, provenance_rows
 from embodix.report.manifest import write_text_atomically
 from embodix.report.runs import Run, read_run
 from embodix.report.steps import StepRecord
-from embodix.report.svg import drawing, new_figure, series_colour, to_svg
-
-PAGE_NAME = "report.html"
+from embodix.report.svg import WIDTH_IN, drawing, series_colour, to_svg
+from embodix.report.write import HTML_NAME
 
 
 def write_run_page(run_folder: Path | str) -> Path:
@@ -27,7 +27,7 @@ def write_run_page(run_folder: Path | str) -> Path:
     Raises:
         FileNotFoundError, ValueError: the run's records are missing or damaged, or it was never evaluated.
     """
-    path = Path(run_folder) / PAGE_NAME
+    path = Path(run_folder) / HTML_NAME
     write_text_atomically(path, render_run(read_run(run_folder), read_evaluations(run_folder)))
     return path
 
@@ -62,8 +62,7 @@ def render_run(run: Run, evaluations: Sequence[EvaluationRecord]) -> str:
 def loss_and_success(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> str:
     """Loss above, success with its 95 % Wilson interval below, over the same steps."""
     with drawing():
-        figure, _ = new_figure(4.4)
-        figure.clear()
+        figure = Figure(figsize=(WIDTH_IN, 4.4), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True)
         upper.plot(*binned([s.step for s in steps], [s.loss for s in steps]), color=series_colour(1), linewidth=1.3)
         upper.set(ylabel="loss")

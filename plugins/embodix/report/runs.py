@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodix.report.evaluation import Evaluation, read_evaluation
+from embodix.report.evaluation_record import RESULTS_FILE
 from embodix.report.manifest import Manifest, load_manifest
 from embodix.report.steps import StepRecord, read_steps
 
@@ -53,7 +54,7 @@ def read_variants(folder: Path | str) -> list[Run]:
     runs_folder = Path(folder) / VARIANTS_FOLDER
     names = [path.parent.name for path in runs_folder.glob("*/manifest.json")]
     evaluated = Path(folder) / EVALUATION_FOLDER
-    found = [read_run(runs_folder / name, name, evaluated / name / "results.json") for name in names]
+    found = [read_run(runs_folder / name, name, evaluated / name / RESULTS_FILE) for name in names]
     if not found:
         raise FileNotFoundError(
             f"A comparison needs run folders in {runs_folder}/<variant>/; got none. "

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lerobot.utils.constants import LAST_CHECKPOINT_LINK
+
 from embodix.report.evaluation import read_evaluation
+from embodix.report.evaluation_record import RESULTS_FILE
 from embodix.report.evaluations import EvaluationRecord, append_evaluation, best_evaluation, read_evaluations
 from embodix.training.checkpoint_links import move_link
 
 EVALUATIONS_FOLDER = "evaluations"
-RESULTS_FILE = "results.json"
 BEST_LINK = "best"
-LAST_LINK = "last"
 KEEP = ("all", "best_and_last")
 Command = Callable[[Path, Path], list[str]]
 """The command that evaluates a checkpoint folder and writes `results.json` into another folder."""
@@ -177,7 +178,7 @@ class CheckpointEvaluation:
         move_link(checkpoints / BEST_LINK, self._run_dir / best.checkpoint)
         if self._plan.keep == "all":
             return
-        kept = {(checkpoints / name).resolve() for name in (BEST_LINK, LAST_LINK)}
+        kept = {(checkpoints / name).resolve() for name in (BEST_LINK, LAST_CHECKPOINT_LINK)}
         kept |= {checkpoint.resolve() for _, checkpoint in self._waiting}
         for record in records:
             checkpoint = (self._run_dir / record.checkpoint).resolve()
