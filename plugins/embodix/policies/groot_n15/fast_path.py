@@ -15,6 +15,7 @@ from torch import Tensor
 
 from embodix.policies.action_loss import fill_padded_actions
 from embodix.policies.batch_keys import require_key
+from embodix.policies.denoising import DenoisingObserver
 from embodix.policies.groot_n15.action_head import num_action_tokens
 from embodix.policies.groot_n15.attention import DenseTokens, TokenAttention, VarlenTokens
 from embodix.policies.groot_n15.backbone import backbone_features
@@ -84,7 +85,9 @@ class GrootFastPath:
             return flow_matching_losses(head, features_NW, plan.layout.positions_N, inputs, draw, attention)
 
     @torch.no_grad()
-    def predict_action_chunk(self, batch: dict[str, Any], noise: Tensor | None = None) -> Tensor:
+    def predict_action_chunk(
+        self, batch: dict[str, Any], noise: Tensor | None = None, observe: DenoisingObserver | None = None
+    ) -> Tensor:
         """``[B, T, action_dim]`` actions for observations (upstream: ``GrootPolicy.predict_action_chunk``)."""
         self.policy.eval()
         head = self.policy._groot_model.action_head
@@ -93,7 +96,7 @@ class GrootFastPath:
             plan = self._plan(batch, inputs["state"].device)
             attention = self._attention(plan, num_action_tokens(head, inputs["state"].shape[1]))
             features_NW = self._features(inputs, plan, attention)
-            actions_BTA = sample_actions(head, features_NW, plan.layout.positions_N, inputs, attention, noise)
+            actions_BTA = sample_actions(head, features_NW, plan.layout.positions_N, inputs, attention, noise, observe)
         return actions_BTA[..., : self.policy.config.output_features["action"].shape[0]]
 
     def _autocast(self) -> torch.autocast:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embodix.policies.denoising import DenoisingObserver
 from embodix.policies.groot_n15.action_head import context_keys_values, embed_actions, encode_context, predict_velocity
 from embodix.policies.groot_n15.attention import TokenAttention
 
@@ -23,12 +24,14 @@ def sample_actions(
     inputs: Any,
     attention: TokenAttention,
     noise_BTA: Tensor | None = None,
+    observe: DenoisingObserver | None = None,
 ) -> Tensor:
     """``[B, T, A]`` actions (upstream: ``FlowmatchingActionHead.get_action``).
 
     Args:
         inputs: the prepared batch: ``state`` and ``embodiment_id``.
         noise_BTA: where denoising starts; drawn as upstream draws it when not given.
+        observe: called with the state after every step.
     """
     context_NW = encode_context(head, features_NW, positions_N, attention)
     embodiments_B = inputs["embodiment_id"]
@@ -46,4 +49,6 @@ def sample_actions(
         sequence_BKE = embed_actions(head, state_B1E, actions_BTA, timesteps_B, embodiments_B)
         velocity_BTA = predict_velocity(head, sequence_BKE, keys_values, timesteps_B, embodiments_B, attention)
         actions_BTA = actions_BTA + 1.0 / num_steps * velocity_BTA
+        if observe is not None:
+            observe(step, actions_BTA)
     return actions_BTA

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embodix.policies.denoising import DenoisingObserver
 from embodix.policies.pi05.layers import (
     StepContext,
     expert_layers,
@@ -35,8 +36,21 @@ class ActionSampler:
         self._step: StepContext | None = None
 
     @torch.no_grad()
-    def sample(self, noise_BTA: Tensor | None = None, num_steps: int | None = None, **rtc: Any) -> Tensor:
-        """``[B, T, A]`` actions; ``rtc`` takes upstream's real-time-chunking arguments."""
+    def sample(
+        self,
+        noise_BTA: Tensor | None = None,
+        num_steps: int | None = None,
+        observe: DenoisingObserver | None = None,
+        **rtc: Any,
+    ) -> Tensor:
+        """``[B, T, A]`` actions.
+
+        Args:
+            noise_BTA: where denoising starts; drawn as upstream draws it when not given.
+            num_steps: denoising steps; the config's when not given.
+            observe: called with the state after every step.
+            rtc: upstream's real-time-chunking arguments.
+        """
         model, config = self._policy.model, self._policy.config
         num_steps = config.num_inference_steps if num_steps is None else num_steps
         batch_size, device = self._plan.layout.batch_size, self._plan.sources_N.device
@@ -50,6 +64,8 @@ class ActionSampler:
             time_B = torch.tensor(time, dtype=torch.float32, device=device).expand(batch_size)
             v_BTA = self._velocity(x_BTA, time, time_B, rtc)
             x_BTA = x_BTA + dt * v_BTA
+            if observe is not None:
+                observe(index, x_BTA)
             if model.rtc_processor is not None and model.rtc_processor.is_debug_enabled():
                 model.rtc_processor.track(time=time, x_t=x_BTA, v_t=v_BTA)
         return x_BTA
