@@ -56,6 +56,12 @@ class EmbodixSpec:
         raise NotImplementedError
 
     @hookspec
+    def register_precisions(self) -> list[Registration]:
+        """Name the training precisions: they run the matrix products of chosen linear layers in a low-precision format,
+        with high-precision master weights."""
+        raise NotImplementedError
+
+    @hookspec
     def register_runners(self) -> list[Registration]:
         """Name the reinforcement-learning runners: they schedule rollout, training and weight exchange."""
         raise NotImplementedError

@@ -62,6 +62,10 @@ def test_hook_register_quantizers(make_plugin):
     _check_hook("register_quantizers", make_plugin)
 
 
+def test_hook_register_precisions(make_plugin):
+    _check_hook("register_precisions", make_plugin)
+
+
 def test_hook_register_runners(make_plugin):
     _check_hook("register_runners", make_plugin)
 

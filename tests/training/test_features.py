@@ -51,3 +51,11 @@ def test_choices_out_of_range_are_refused() -> None:
         selected("flow_samples=0")
     with pytest.raises(ValueError, match="action_pad must be one of host, mask; got 'drop'"):
         selected("action_pad.name=drop")
+
+
+@pytest.mark.parametrize("group", ["quantization", "precision"])
+def test_low_precision_alone_keeps_upstreams_computation(group: str) -> None:
+    """It is installed without the packed wrapper."""
+    assert getattr(selected(), group).name == "none"
+    with pytest.raises(PluginError, match=rf"No {group.replace('zation', 'zer')} is called 'fp9'"):
+        selected(f"{group}.name=fp9")

@@ -13,7 +13,7 @@ from embodix.evaluation.policy_loading import PolicyChoices
 
 ACTORS = ("policy", "expert", "blind", "blank_image", "wrong_prompt")
 OF_THE_POLICY = ("policy", "blank_image", "wrong_prompt")
-FEATURE_GROUPS = ("plugin", "packing", "attention", "vision_tokens", "language", "strict_plugins")
+FEATURE_GROUPS = ("plugin", "packing", "attention", "vision_tokens", "quantization", "language", "strict_plugins")
 
 
 def check_choices(cfg: DictConfig, checkpoints: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from embodix.data.tokenizer import offline_tokenizer
 from embodix.evaluation.env_features import require_fitting_features
 from embodix.evaluation.model_folder import ModelFolder
 from embodix.patching import patched
-from embodix.training.features import install_features, select_features
+from embodix.schema.train import NamedChoice
+from embodix.training.features import UNCHANGED, install_features, select_features
 from embodix.training.host_context import policy_patches
 
 if TYPE_CHECKING:
@@ -123,16 +124,18 @@ def _rename_map(preprocessor: Any) -> dict[str, str]:
 
 @contextmanager
 def _features(policy: PreTrainedPolicy, cfg: DictConfig) -> Iterator[dict[str, Any]]:
-    """The packed computation of the run's features, undone at the end."""
+    """The computation and the weights' format of the run's features.
+
+    The run's training precision is left out: its master weights are what the checkpoint holds. A quantized policy has
+    given up the weights it was loaded with.
+    """
     accelerator = Accelerator(cpu=torch.device(str(policy.config.device)).type == "cpu")
-    installed = install_features(policy, select_features(cfg), accelerator)
+    selection = replace(select_features(cfg), precision=NamedChoice(UNCHANGED))
+    installed = install_features(policy, selection, accelerator, keep_originals=False)
     try:
-        yield (
-            installed.installation.describe() if installed.installation else {"attention": installed.attention_backend}
-        )
+        yield {"attention": installed.attention_backend, **installed.describe()}
     finally:
-        if installed.installation is not None:
-            installed.installation.uninstall()
+        installed.uninstall()
 
 
 def _existing(directory: Path, source: ModelFolder) -> Path:

@@ -77,6 +77,7 @@ class EvalApp:
     packing: NamedChoice = field(default_factory=NamedChoice)
     attention: NamedChoice = field(default_factory=NamedChoice)
     vision_tokens: NamedChoice = field(default_factory=NamedChoice)
+    quantization: NamedChoice = field(default_factory=NamedChoice)
     reads: NamedChoice = field(default_factory=NamedChoice)
     preprocessing: NamedChoice = field(default_factory=NamedChoice)
     language: NamedChoice = field(default_factory=NamedChoice)

@@ -115,6 +115,8 @@ class TrainApp:
     attention: NamedChoice = field(default_factory=NamedChoice)
     vision_tokens: NamedChoice = field(default_factory=NamedChoice)
     action_pad: NamedChoice = field(default_factory=NamedChoice)
+    quantization: NamedChoice = field(default_factory=NamedChoice)
+    precision: NamedChoice = field(default_factory=NamedChoice)
     reads: NamedChoice = field(default_factory=NamedChoice)
     preprocessing: NamedChoice = field(default_factory=NamedChoice)
     sampling: NamedChoice = field(default_factory=NamedChoice)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +17,11 @@ from embodix.attention.select import choose_backend
 from embodix.data.mixture_spec import is_mixture
 from embodix.packing.composer import BatchComposer
 from embodix.policies.settings import FastPathSettings, Installation
+from embodix.quantization.blocks import ScaledWeight
 from embodix.schema.train import NamedChoice
 from embodix.training.step_forward import StepCount, over_ranks
+
+UNCHANGED = "none"  # the quantization and the precision of the policy as it is
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,12 @@ class FeatureSelection:
     action_pad: str
     flow_samples: int = 1
     mixture: bool = False
+    quantization: NamedChoice = field(default_factory=lambda: NamedChoice(UNCHANGED))
+    precision: NamedChoice = field(default_factory=lambda: NamedChoice(UNCHANGED))
 
     @property
     def is_upstream(self) -> bool:
-        """True when nothing but upstream's own computation is asked for.
+        """True when nothing but upstream's own computation is asked for, in whatever precision: no wrapper is needed.
 
         Never for a mixture: upstream would train on blank cameras and padded action dimensions as if they were real,
         so that the baseline, too, is the exact computation, on padded rows.
@@ -59,6 +64,8 @@ class InstalledFeatures:
         wrapper: the policy's wrapper, None for pure upstream.
         composer: the packer where it composes the batches.
         step_count: what a composed step's losses are divided by.
+        quantization: the quantizer's, None for weights in the policy's own precision.
+        precision: that of the training precision, None for matrix products in the policy's own.
     """
 
     installation: Installation | None
@@ -66,13 +73,28 @@ class InstalledFeatures:
     wrapper: Any = None
     composer: BatchComposer | None = None
     step_count: StepCount | None = None
+    quantization: Any = None
+    precision: Any = None
+
+    def describe(self) -> dict[str, Any]:
+        """What differs from upstream, for reports; empty for pure upstream."""
+        low_precision = {"quantization": self.quantization, "precision": self.precision}
+        described = {} if self.installation is None else self.installation.describe()
+        return described | {name: part.describe() for name, part in low_precision.items() if part is not None}
+
+    def uninstall(self) -> None:
+        """Give the policy back its own methods and weights."""
+        for part in (self.quantization, self.precision, self.installation):
+            if part is not None:
+                part.uninstall()
 
 
 def select_features(cfg: DictConfig) -> FeatureSelection:
     """Read the feature groups and check that every name is registered.
 
     Raises:
-        embodix.plugins.PluginError: an unknown packer or attention backend, or a broken plugin under strict_plugins.
+        embodix.plugins.PluginError: an unknown packer, attention backend, quantizer or precision, or a broken plugin
+            under strict_plugins.
         ValueError: an unknown ``vision_tokens`` or ``action_pad``, or ``flow_samples`` below 1.
     """
     if cfg.strict_plugins:
@@ -84,8 +106,13 @@ def select_features(cfg: DictConfig) -> FeatureSelection:
         action_pad=cfg.action_pad.name,
         flow_samples=cfg.flow_samples,
         mixture=is_mixture(cfg.dataset),
+        quantization=_named_choice(cfg.quantization),
+        precision=_named_choice(cfg.precision),
     )
     plugins.registry().registration("packers", selection.packing.name)
+    for kind, choice in (("quantizers", selection.quantization), ("precisions", selection.precision)):
+        if choice.name != UNCHANGED:
+            plugins.registry().registration(kind, choice.name)
     if selection.attention.name not in ("upstream", "auto"):
         plugins.registry().registration("attention_backends", selection.attention.name)
     _require_one_of("vision_tokens", selection.vision_tokens, ("upstream", "valid"))
@@ -95,15 +122,61 @@ def select_features(cfg: DictConfig) -> FeatureSelection:
     return selection
 
 
+def select_training_features(cfg: DictConfig) -> FeatureSelection:
+    """``select_features`` for a run that trains.
+
+    Raises:
+        embodix.plugins.PluginError: as there.
+        ValueError: as there, or quantized weights, which have no gradient.
+    """
+    selection = select_features(cfg)
+    if selection.quantization.name != UNCHANGED:
+        raise ValueError(
+            f"quantization={selection.quantization.name} is for evaluation and rollout: its weights have no gradient, "
+            "so there is nothing to train. Set quantization=none; precision=fp8 trains with FP8 matrix products."
+        )
+    return selection
+
+
 def install_features(
-    policy: PreTrainedPolicy, selection: FeatureSelection, accelerator: Accelerator
+    policy: PreTrainedPolicy,
+    selection: FeatureSelection,
+    accelerator: Accelerator,
+    *,
+    stored_weights: Mapping[str, ScaledWeight] | None = None,
+    keep_originals: bool = True,
 ) -> InstalledFeatures:
     """Make ``policy`` compute as selected; call before the accelerator wraps it.
 
+    Args:
+        stored_weights: module path -> weight of a quantized checkpoint, which the quantizer takes as it is.
+        keep_originals: keep what the quantizer replaces, so that ``uninstall`` can put it back.
+
     Raises:
         embodix.plugins.PluginError: no wrapper for this policy type.
-        ValueError: the attention backend cannot run here.
+        ValueError: the attention backend, the quantizer or the precision cannot run here.
     """
+    installed = _install_wrapper(policy, selection, accelerator)
+    policy_type = policy.config.type
+    try:
+        if selection.quantization.name != UNCHANGED:
+            quantizer = plugins.build("quantizers", selection.quantization.name, selection.quantization.options)
+            installed.quantization = quantizer.install(
+                policy, policy_type, stored=stored_weights, keep_originals=keep_originals
+            )
+        if selection.precision.name != UNCHANGED:
+            precision = plugins.build("precisions", selection.precision.name, selection.precision.options)
+            installed.precision = precision.install(policy, policy_type, accelerator.device)
+    except BaseException:
+        installed.uninstall()
+        raise
+    return installed
+
+
+def _install_wrapper(
+    policy: PreTrainedPolicy, selection: FeatureSelection, accelerator: Accelerator
+) -> InstalledFeatures:
+    """The packed computation, where anything but upstream's is asked for."""
     if selection.is_upstream:
         return InstalledFeatures(None, "upstream dense eager")
     wrapper = plugins.resolve("policy_wrappers", policy.config.type)()

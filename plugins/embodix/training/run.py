@@ -20,7 +20,7 @@ from embodix.training.checkpoint import Checkpoint, find_checkpoint
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation
 from embodix.training.dataset_checks import require_trainable_dataset
 from embodix.training.evaluation_plan import plan_evaluation
-from embodix.training.features import select_features
+from embodix.training.features import select_training_features
 from embodix.training.host_assets import prepare_host_assets
 from embodix.training.host_config import (
     decode_host_config,
@@ -123,7 +123,7 @@ def _run(
     cfg: DictConfig, host_cfg: TrainPipelineConfig, overrides: list[str], checkpoint: Checkpoint | None
 ) -> RunResult:
     fill_missing_preset(host_cfg)
-    selection = select_features(cfg)
+    selection = select_training_features(cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])
     prepare_host_assets(cfg, host_cfg)

@@ -247,9 +247,7 @@ class TrainingSession:
 
     def _settings(self) -> dict[str, Any]:
         assert self.features is not None
-        settings: dict[str, Any] = {"data": self.data.describe()}
-        if self.features.installation is not None:
-            settings = {**self.features.installation.describe(), **settings}
+        settings: dict[str, Any] = {**self.features.describe(), "data": self.data.describe()}
         if self.composition is not None:
             settings["composition"] = self.composition.describe()
         return settings
@@ -264,8 +262,7 @@ class TrainingSession:
             self.composition.release()
         if self._first_batch is not None:
             self._first_batch.release()
-        if self.features.installation is not None:
-            self.features.installation.uninstall()
+        self.features.uninstall()
 
     def _fetch_starts(self) -> None:
         if self.between_steps is not None:

@@ -21,7 +21,7 @@ from embodix.patching import replace_attribute
 from embodix.report.steps import StepRecord
 from embodix.training.accelerator import ObservedAccelerator
 from embodix.training.dataset_checks import require_trainable_dataset
-from embodix.training.features import select_features
+from embodix.training.features import select_training_features
 from embodix.training.host_assets import prepare_host_assets
 from embodix.training.host_config import decode_host_config, fill_missing_preset, require_landed_groups
 from embodix.training.host_context import required_patches
@@ -117,7 +117,7 @@ def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> Trainin
     return TrainingSession(
         name=variant.name,
         host_cfg=host_cfg,
-        selection=select_features(variant.cfg),
+        selection=select_training_features(variant.cfg),
         config=config,
         overrides=variant.overrides,
         synchronize=variant.cfg.step_clock.synchronize,

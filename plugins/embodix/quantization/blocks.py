@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""e4m3 values with one fp32 scale a block of a weight: the layout of fine-grained FP8 checkpoints.
+
+The scale of a block is its largest magnitude divided by 448, the largest e4m3 value (DeepSeek-V3, arXiv:2412.19437,
+section 3.3.2). A block of the whole weight is per-tensor scaling, one of ``(1, columns)`` per-row, one of ``(1, 128)``
+the scaling of activations.
+
+Shape suffixes: N rows (outputs), K columns (inputs), R row blocks, C column blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+BLOCK = (128, 128)
+ACTIVATION_BLOCK = (1, 128)
+# Below it a scale would lose digits: blocks that small are scaled as if their largest magnitude were 448 times this.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """What a file holds of one weight.
+
+    Attributes:
+        values: float8_e4m3fn ``[N, K]``.
+        scale_inv: float32 ``[ceil(N / rows), ceil(K / columns)]``. Despite its name, which is that of the file format,
+            it is the multiplier: ``weight = values * scale_inv``.
+        block: rows and columns that share a scale; blocks at the lower and right edge may be smaller.
+    """
+
+    values: Tensor
+    scale_inv: Tensor
+    block: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        shape = scale_shape(tuple(self.values.shape), self.block)
+        if self.values.dtype != FLOAT8 or self.scale_inv.dtype != torch.float32:
+            raise ValueError(
+                f"A scaled weight has values in {FLOAT8} and scales in torch.float32; got {self.values.dtype} and "
+                f"{self.scale_inv.dtype}."
+            )
+        if tuple(self.scale_inv.shape) != shape:
+            raise ValueError(
+                f"A weight of shape {tuple(self.values.shape)} in blocks of {self.block} has scales of shape {shape}; "
+                f"got {tuple(self.scale_inv.shape)}."
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.values.nbytes + self.scale_inv.nbytes
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """``[N, K]``: the product with the scales in float32, then rounded to ``dtype``."""
+        return dequantize_blocks(self.values, self.scale_inv, self.block, dtype)
+
+
+def quantize_blocks(weight_NK: Tensor, block: tuple[int, int] = BLOCK) -> ScaledWeight:
+    """Round a weight to e4m3 with one scale a block, to nearest even.
+
+    Blocks at the edges take the largest magnitude of what exists; a block of zeros has scale 1.
+
+    Raises:
+        ValueError: not a matrix of floating point, a block below 1 x 1, or values that are not finite.
+    """
+    _require_matrix(weight_NK, block)
+    wide_NK = weight_NK.detach().float()
+    amax_RC = block_amax(wide_NK, block)
+    if amax_RC.device.type != "meta" and not bool(torch.isfinite(amax_RC).all()):
+        raise ValueError("Only finite values can be quantized; got NaN or infinity. Is the checkpoint damaged?")
+    scale_RC = torch.where(amax_RC > 0, (amax_RC / E4M3_MAX).clamp(min=SMALLEST_SCALE), torch.ones_like(amax_RC))
+    values_NK = (wide_NK / spread_scales(scale_RC, block, (wide_NK.shape[0], wide_NK.shape[1]))).to(FLOAT8)
+    return ScaledWeight(values_NK, scale_RC, block)
+
+
+def dequantize_blocks(values_NK: Tensor, scale_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """``[N, K]``: values times scales in float32, rounded to ``dtype``."""
+    scale_NK = spread_scales(scale_RC, block, (values_NK.shape[0], values_NK.shape[1]))
+    return (values_NK.float() * scale_NK).to(dtype)
+
+
+def block_amax(wide_NK: Tensor, block: tuple[int, int]) -> Tensor:
+    """``[R, C]``: the largest magnitude of every block; NaN where it has one."""
+    rows, columns = _clipped(block, (wide_NK.shape[0], wide_NK.shape[1]))
+    padding = (-wide_NK.shape[1] % columns, -wide_NK.shape[0] % rows)
+    padded = F.pad(wide_NK, (0, padding[0], 0, padding[1])) if any(padding) else wide_NK.contiguous()
+    blocks_RrCc = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    return blocks_RrCc.abs().amax(dim=(1, 3))
+
+
+def spread_scales(scale_RC: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """The scale of every element, broadcastable to ``shape``: dimensions with one scale keep size 1."""
+    spread = scale_RC
+    for dim in (0, 1):
+        if scale_RC.shape[dim] > 1:
+            size = min(block[dim], shape[dim])
+            spread = spread.repeat_interleave(size, dim=dim).narrow(dim, 0, shape[dim])
+    return spread
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    """Shape of the scales of a weight."""
+    rows, columns = shape
+    return math.ceil(rows / block[0]), math.ceil(columns / block[1])
+
+
+def _clipped(block: tuple[int, int], shape: tuple[int, int]) -> tuple[int, int]:
+    return min(block[0], shape[0]), min(block[1], shape[1])
+
+
+def _require_matrix(weight: Tensor, block: tuple[int, int]) -> None:
+    if weight.dim() != 2 or not weight.numel() or not weight.is_floating_point():
+        found = f"{weight.dtype} {tuple(weight.shape)}"
+        raise ValueError(f"Weights are quantized as matrices of floating point; got {found}.")
+    if len(block) != 2 or min(block) < 1:
+        raise ValueError(f"A block has at least 1 row and 1 column; got {block}.")

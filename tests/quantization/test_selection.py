@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules are quantized: golden lists at the real size, and a selector by name that would go wrong."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+from torch import nn
+
+from embodix.policies.groot_n15.architecture import PUBLIC_ARCHITECTURE
+from embodix.quantization import selection
+from embodix.quantization.selection import choose_modules
+from embodix.testing.groot import meta_groot
+from embodix.testing.pi05 import meta_pi05, small_pi05
+
+PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+PI05_LANGUAGE = "model.paligemma_with_expert.paligemma.model.language_model"
+GROOT_LANGUAGE = "_groot_model.backbone.eagle_model.language_model"
+
+
+@pytest.fixture(scope="module")
+def pi05():
+    return meta_pi05()
+
+
+@pytest.fixture(scope="module")
+def groot():
+    return meta_groot(PUBLIC_ARCHITECTURE)
+
+
+def converted(policy, policy_type, **options):
+    return [choice.path for choice in choose_modules(policy, policy_type, **options) if choice.convert]
+
+
+def layers(prefix, count):
+    return {f"{prefix}.layers.{index}.{name}" for index in range(count) for name in PROJECTIONS}
+
+
+def test_pi05_converts_the_decoder_of_its_language_model(pi05):
+    paths = converted(pi05, "pi05")
+    assert len(paths) == 126
+    assert set(paths) == layers(PI05_LANGUAGE, 18)
+
+
+def test_groot_converts_the_decoder_of_its_language_model(groot):
+    paths = converted(groot, "groot")
+    assert len(paths) == 84
+    assert set(paths) == layers(f"{GROOT_LANGUAGE}.model", 12)
+
+
+def test_embeddings_and_unused_heads_are_asked_for(pi05, groot):
+    added = set(converted(pi05, "pi05", embeddings=True, unused_heads=True)) - layers(PI05_LANGUAGE, 18)
+    assert added == {f"{PI05_LANGUAGE}.embed_tokens", "model.paligemma_with_expert.paligemma.lm_head"}
+    added = set(converted(groot, "groot", embeddings=True, unused_heads=True)) - layers(f"{GROOT_LANGUAGE}.model", 12)
+    assert added == {f"{GROOT_LANGUAGE}.model.embed_tokens", f"{GROOT_LANGUAGE}.lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("policy_type", "kinds"),
+    [
+        ("pi05", {"language_linear": 126, "embedding": 1, "unused_head": 2, "connector": 1}),
+        ("groot", {"language_linear": 84, "embedding": 1, "unused_head": 1}),
+    ],
+)
+def test_every_linear_and_embedding_is_listed_with_its_part_and_a_reason(policy_type, kinds, request):
+    policy = request.getfixturevalue(policy_type)
+    choices = choose_modules(policy, policy_type)
+    modules = [path for path, module in policy.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    assert [choice.path for choice in choices] == modules
+    counted = Counter(choice.kind for choice in choices)
+    assert kinds.items() <= counted.items()
+    assert counted["vision"] > 100
+    assert counted["action_head"] > 100
+    assert counted["other"] == 0
+    assert all(choice.reason for choice in choices)
+    assert not any(choice.convert for choice in choices if choice.kind in ("vision", "connector", "action_head"))
+
+
+def test_a_selector_that_takes_the_action_expert_too_is_noticed(pi05, monkeypatch):
+    """The mutation twin: names without their full path match the expert's layers."""
+    greedy = dict(selection.PATHS["pi05"])
+    greedy["language_linear"] = r".*" + selection._DECODER_LINEAR
+    monkeypatch.setitem(selection.PATHS, "pi05", greedy)
+    extra = set(converted(pi05, "pi05")) - layers(PI05_LANGUAGE, 18)
+    assert len([path for path in extra if ".gemma_expert." in path]) == 126
+
+
+def test_another_policy_and_a_wrapped_one_are_refused():
+    policy = small_pi05()
+    with pytest.raises(ValueError, match="pi05 and groot; got a policy of type 'act'"):
+        choose_modules(policy, "act")
+    with pytest.raises(ValueError, match=re.escape("got none (policy.model.")):
+        choose_modules(nn.ModuleDict({"policy": policy}), "pi05")
+    with pytest.raises(ValueError, match="no linear layer at all"):
+        choose_modules(nn.Identity(), "pi05")
