@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy of a checkpoint without memory: its modules, names, shapes and dtypes on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class
+from torch import nn
+
+from embodix.patching import patched, sizes_patch
+from embodix.policies.groot_n15.architecture import PUBLIC_ARCHITECTURE
+from embodix.policies.weight_loading import WeightLoadError, listed
+
+
+def policy_skeleton(config: PreTrainedConfig, architecture: Mapping[str, Any] | None = None) -> nn.Module:
+    """Upstream's policy on the meta device, with the names and dtypes that it has once it is loaded.
+
+    Args:
+        config: of the checkpoint.
+        architecture: its sizes; None for those of the public checkpoint.
+
+    Raises:
+        ValueError: a policy type whose sizes embodix does not know.
+    """
+    if architecture is None and config.type == "groot":
+        architecture = PUBLIC_ARCHITECTURE  # upstream would read them from the base model's folder
+    config = copy.deepcopy(config)
+    config.device = "meta"
+    with ExitStack() as stack:
+        if architecture is not None:
+            stack.enter_context(patched({sizes_patch(config.type): {"architecture": architecture}}))
+        stack.enter_context(torch.device("meta"))
+        policy: nn.Module = get_policy_class(config.type)(config)
+    return policy
+
+
+def source_names(policy: nn.Module, file_names: Iterable[str]) -> dict[str, str]:
+    """Name in the policy -> name in a checkpoint's file, as upstream maps them when it loads one.
+
+    Args:
+        policy: the skeleton.
+        file_names: in the order of the file.
+
+    Raises:
+        WeightLoadError: names that the policy has not, or that the file lacks.
+    """
+    fixed: Mapping[str, Any] = {name: _FileName(name) for name in file_names}
+    if hasattr(policy, "_fix_pytorch_state_dict_keys"):
+        fixed = policy._fix_pytorch_state_dict_keys(fixed, policy.config)
+        # lerobot/policies/pi05/modeling_pi05.py, from_pretrained: files of openpi lack the prefix.
+        fixed = {name if name.startswith("model.") else f"model.{name}": value for name, value in fixed.items()}
+    found = {name: value.name for name, value in fixed.items()}
+    wanted = set(policy.state_dict())
+    missing = sorted(name for name in wanted - set(found) if not name.endswith("lm_head.weight"))
+    unexpected = sorted(set(found) - wanted)
+    if missing or unexpected:
+        raise WeightLoadError(
+            "The checkpoint's tensors are not those of its policy.\n"
+            f"{listed({'missing': missing, 'unexpected': unexpected})}\n"
+            "Is the architecture the checkpoint's own?"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _FileName:
+    """Stands for a tensor while upstream renames it."""
+
+    name: str
+
+    def clone(self) -> _FileName:
+        return self
