@@ -49,6 +49,23 @@ def register_policy_wrappers() -> list[Registration]:
 
 
 @hookimpl
+def register_precisions() -> list[Registration]:
+    precision = "embodix.quantization.precision"
+    return [
+        Registration(
+            "torchao",
+            f"{precision}.torchao_float8:TorchaoFloat8",
+            "FP8 products by torchao, one scale a tensor or a row (emulated without FP8 units)",
+        ),
+        Registration(
+            "block",
+            f"{precision}.block_scaling:BlockScaledFp8",
+            "FP8 products by Transformer Engine, one scale a block (emulated without it)",
+        ),
+    ]
+
+
+@hookimpl
 def register_environments() -> list[Registration]:
     return [
         Registration(

@@ -76,6 +76,11 @@ def quantize_blocks(weight_NK: Tensor, block: tuple[int, int] = BLOCK) -> Scaled
     amax_RC = block_amax(wide_NK, block)
     if amax_RC.device.type != "meta" and not bool(torch.isfinite(amax_RC).all()):
         raise ValueError("Only finite values can be quantized; got NaN or infinity. Is the checkpoint damaged?")
+    return round_blocks(wide_NK, amax_RC, block)
+
+
+def round_blocks(wide_NK: Tensor, amax_RC: Tensor, block: tuple[int, int]) -> ScaledWeight:
+    """``quantize_blocks`` of checked float32 values whose ``block_amax`` is known; what is not finite becomes NaN."""
     scale_RC = torch.where(amax_RC > 0, (amax_RC / E4M3_MAX).clamp(min=SMALLEST_SCALE), torch.ones_like(amax_RC))
     values_NK = (wide_NK / spread_scales(scale_RC, block, (wide_NK.shape[0], wide_NK.shape[1]))).to(FLOAT8)
     return ScaledWeight(values_NK, scale_RC, block)
