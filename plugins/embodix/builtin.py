@@ -49,6 +49,17 @@ def register_policy_wrappers() -> list[Registration]:
 
 
 @hookimpl
+def register_quantizers() -> list[Registration]:
+    return [
+        Registration(
+            "fp8_block",
+            "embodix.quantization.fp8_block:Fp8BlockQuantizer",
+            "the language model's linear layers in e4m3, one scale a block of 128 x 128 weights",
+        )
+    ]
+
+
+@hookimpl
 def register_precisions() -> list[Registration]:
     precision = "embodix.quantization.precision"
     return [

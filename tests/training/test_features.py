@@ -9,7 +9,7 @@ import pytest
 
 from embodix.plugins import PluginError
 from embodix.schema.compose import compose
-from embodix.training.features import FeatureSelection, select_features
+from embodix.training.features import FeatureSelection, select_features, select_training_features
 
 
 def selected(*overrides: str) -> FeatureSelection:
@@ -59,3 +59,11 @@ def test_low_precision_alone_keeps_upstreams_computation(group: str) -> None:
     assert getattr(selected(), group).name == "none"
     with pytest.raises(PluginError, match=rf"No {group.replace('zation', 'zer')} is called 'fp9'"):
         selected(f"{group}.name=fp9")
+
+
+def test_weights_without_gradient_are_not_trained() -> None:
+    cfg = compose("train", ["train.output_dir=x", "quantization=fp8_block"])
+    assert select_features(cfg).is_upstream
+    assert select_features(cfg).quantization.options["kernel"] == "auto"
+    with pytest.raises(ValueError, match=r"quantization=fp8_block is for evaluation and rollout.*precision=fp8 trains"):
+        select_training_features(cfg)
