@@ -340,7 +340,7 @@ def test_checkpoints_are_plain_upstream(installed, tmp_path):
 def test_the_real_size_runs_on_the_meta_device(monkeypatch):
     # torch knows no autocast on the meta device.
     monkeypatch.setattr(modeling_qwen3, "maybe_autocast", lambda **_: nullcontext())
-    monkeypatch.setattr(GrootFastPath, "_autocast", lambda _: nullcontext())
+    monkeypatch.setattr(GrootFastPath, "autocast", lambda _: nullcontext())
     policy = meta_groot(PUBLIC_ARCHITECTURE, tune_llm=True, tune_visual=True)
     policy.train()
     image_token = policy._groot_model.backbone.eagle_model.image_token_index

@@ -85,6 +85,15 @@ def predict_velocity(
     attention: TokenAttention,
 ) -> Tensor:
     """``[R, T, A]`` velocity of the action tokens (upstream: ``DiT.forward`` and the action decoder)."""
+    features_RTW = action_features(head, sequence_RKE, keys_values, timesteps_R, attention)
+    velocity_RTA: Tensor = head.action_decoder(features_RTW, embodiments_R)
+    return velocity_RTA
+
+
+def action_features(
+    head: Any, sequence_RKE: Tensor, keys_values: KeysValues, timesteps_R: Tensor, attention: TokenAttention
+) -> Tensor:
+    """``[R, T, W]`` what the action decoder reads of the action tokens (upstream: ``DiT.forward``)."""
     dit = head.model
     condition_RE = dit.timestep_encoder(timesteps_R)
     for block, pair in zip(dit.transformer_blocks, keys_values, strict=True):
@@ -100,8 +109,8 @@ def predict_velocity(
     actions_RTE = sequence_RKE[:, -head.action_horizon :]
     shift_RE, scale_RE = dit.proj_out_1(F.silu(condition_RE)).chunk(2, dim=1)
     actions_RTE = dit.norm_out(actions_RTE) * (1 + scale_RE[:, None]) + shift_RE[:, None]
-    velocity_RTA: Tensor = head.action_decoder(dit.proj_out_2(actions_RTE), embodiments_R)
-    return velocity_RTA
+    features_RTW: Tensor = dit.proj_out_2(actions_RTE)
+    return features_RTW
 
 
 def _over_context(

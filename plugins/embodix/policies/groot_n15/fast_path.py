@@ -2,12 +2,13 @@
 """The methods that replace upstream's on one ``GrootPolicy`` instance.
 
 Shape suffixes: B samples, L prompt tokens (padded), F flow samples an observation, T action steps, A padded action
-dimensions, I images.
+dimensions, I images, N computed rows, W width of the features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,22 @@ EAGLE_PREFIX = "eagle_"
 EAGLE_KEYS = ("eagle_input_ids", "eagle_attention_mask", "eagle_pixel_values")
 UNUSED_EAGLE_KEYS = ("eagle_image_sizes",)
 OBSERVATION_KEYS = ("state", "embodiment_id")
+
+
+@dataclass(frozen=True)
+class EncodedObservation:
+    """A batch of observations after the backbone.
+
+    Attributes:
+        inputs: prepared, on the device.
+        plan, attention: of its tokens.
+        features_NW: of the computed rows.
+    """
+
+    inputs: Any
+    plan: TokenPlan
+    attention: TokenAttention
+    features_NW: Tensor
 
 
 class GrootFastPath:
@@ -75,7 +92,7 @@ class GrootFastPath:
                 return draw_noise_and_time(head, actions_BTA, self.settings.flow_samples)
             return noise_BFTA, time_BF
 
-        with self._autocast():
+        with self.autocast():
             inputs = self._prepared(batch, (*OBSERVATION_KEYS, "action"))
             plan = self._plan(batch, inputs["state"].device)
             num_queries = self.settings.flow_samples * num_action_tokens(head, inputs["state"].shape[1])
@@ -91,15 +108,27 @@ class GrootFastPath:
         """``[B, T, action_dim]`` actions for observations (upstream: ``GrootPolicy.predict_action_chunk``)."""
         self.policy.eval()
         head = self.policy._groot_model.action_head
-        with self._autocast():
-            inputs = self._prepared(batch, OBSERVATION_KEYS)
-            plan = self._plan(batch, inputs["state"].device)
-            attention = self._attention(plan, num_action_tokens(head, inputs["state"].shape[1]))
-            features_NW = self._features(inputs, plan, attention)
-            actions_BTA = sample_actions(head, features_NW, plan.layout.positions_N, inputs, attention, noise, observe)
+        with self.autocast():
+            seen = self.encode(batch, 1)
+            positions_N = seen.plan.layout.positions_N
+            actions_BTA = sample_actions(
+                head, seen.features_NW, positions_N, seen.inputs, seen.attention, noise, observe
+            )
         return actions_BTA[..., : self.policy.config.output_features["action"].shape[0]]
 
-    def _autocast(self) -> torch.autocast:
+    def encode(self, batch: Mapping[str, Any], num_flow: int) -> EncodedObservation:
+        """The features of a batch of observations, for ``num_flow`` action sequences of each; call under `autocast`.
+
+        Raises:
+            ValueError: a key that is missing or not understood, or image tokens that do not match the images.
+        """
+        head = self.policy._groot_model.action_head
+        inputs = self._prepared(batch, OBSERVATION_KEYS)
+        plan = self._plan(batch, inputs["state"].device)
+        attention = self._attention(plan, num_flow * num_action_tokens(head, inputs["state"].shape[1]))
+        return EncodedObservation(inputs, plan, attention, self._features(inputs, plan, attention))
+
+    def autocast(self) -> torch.autocast:
         """Upstream's own: on or off by ``use_bf16``, whatever autocast is around it."""
         device = next(self.policy.parameters()).device
         return torch.autocast(device_type=device.type, dtype=torch.bfloat16, enabled=self.policy.config.use_bf16)

@@ -93,6 +93,14 @@ class Pi05FastPath:
         actions_BTA = ActionSampler(self.policy, plan, self.settings).sample(noise_BTA, **kwargs)
         return actions_BTA[..., : self._num_action_dims]
 
+    def prefix_plan(self, batch: Mapping[str, Any]) -> PrefixPlan:
+        """What is computed of the observations of a batch.
+
+        Raises:
+            ValueError: cameras that do not match, or no prompt.
+        """
+        return self._plan(batch)[1]
+
     @property
     def _num_action_dims(self) -> int:
         return int(self.policy.config.output_features["action"].shape[0])

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Action sampling of π0.5: the prefix's keys and values once, from valid tokens, then suffix-only denoising steps.
 
-Shape suffixes: B samples, T action tokens, A padded action dimensions, N computed prefix rows.
+Shape suffixes: B samples, T action tokens, A padded action dimensions, N computed prefix rows, W width
+of the language model, E width of the action expert.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +29,20 @@ from embodix.policies.settings import FastPathSettings
 PrefixCache = list[tuple[Tensor, Tensor]]
 
 
+@dataclass(frozen=True)
+class EncodedPrefix:
+    """Keys and values of every layer, and the rows that enter the last one."""
+
+    keys_values: PrefixCache
+    rows_NW: Tensor
+
+
 class ActionSampler:
     """Denoises action chunks for one batch of observations (upstream: ``PI05Pytorch.sample_actions``)."""
 
     def __init__(self, policy: Any, plan: PrefixPlan, settings: FastPathSettings) -> None:
         self._policy, self._plan, self._settings = policy, plan, settings
-        self._cache: PrefixCache | None = None
+        self._prefix: EncodedPrefix | None = None
         self._step: StepContext | None = None
 
     @torch.no_grad()
@@ -87,23 +97,38 @@ class ActionSampler:
     @torch.no_grad()
     def denoise(self, x_BTA: Tensor, time_B: Tensor) -> Tensor:
         """``[B, T, A]`` velocity at ``time_B``; the prefix is computed at the first call."""
+        return self._policy.model.action_out_proj(self.action_features(x_BTA, time_B))
+
+    @torch.no_grad()
+    def action_features(self, x_BTA: Tensor, time_B: Tensor) -> Tensor:
+        """``[B, T, E]`` normed output of the action expert at ``time_B``, in fp32."""
         model = self._policy.model
         suffix_BTE, _, _, condition_BE = model.embed_suffix(x_BTA, time_B)
         if computes_in_bfloat16(self._policy):
             suffix_BTE = suffix_BTE.to(torch.bfloat16)
-        if self._step is None or self._cache is None:
+        if self._step is None or self._prefix is None:
             self._step = step_context(self._policy, self._plan, suffix_BTE, condition_BE, self._settings)
-            self._cache = build_prefix_cache(self._policy, self._plan, self._step)
+            self._prefix = encode_prefix(self._policy, self._plan, self._step)
         shared = self._step
         step = StepContext(shared.prefix_rope, shared.suffix_rope, shared.attention, condition_BE)
-        for expert, prefix_kv in zip(expert_layers(self._policy), self._cache, strict=True):
+        for expert, prefix_kv in zip(expert_layers(self._policy), self._prefix.keys_values, strict=True):
             suffix_BTE = suffix_layer(expert, suffix_BTE, prefix_kv, step)
         norm = model.paligemma_with_expert.gemma_expert.model.norm
         normed_BTE, _ = norm(suffix_BTE, cond=condition_BE)
-        return model.action_out_proj(normed_BTE.to(torch.float32))
+        return normed_BTE.to(torch.float32)
+
+    def prefix_rows(self) -> Tensor:
+        """``[N, W]`` rows of the prefix that enter the last layer.
+
+        Raises:
+            ValueError: before the first denoising step, which computes the prefix.
+        """
+        if self._prefix is None:
+            raise ValueError("The prefix is computed in the first denoising step: ask for its rows after that.")
+        return self._prefix.rows_NW
 
 
-def build_prefix_cache(policy: Any, plan: PrefixPlan, step: StepContext) -> PrefixCache:
+def encode_prefix(policy: Any, plan: PrefixPlan, step: StepContext) -> EncodedPrefix:
     """Keys and values of the prefix in every layer; the last layer computes nothing else."""
     prefix_NW = embed_prefix(policy, plan)
     if computes_in_bfloat16(policy):
@@ -114,4 +139,4 @@ def build_prefix_cache(policy: Any, plan: PrefixPlan, step: StepContext) -> Pref
         prefix_NW, prefix_kv = prefix_layer(layer, prefix_NW, step)
         cache.append(prefix_kv)
     cache.append(last_prefix_kv(layers[-1], prefix_NW, step))
-    return cache
+    return EncodedPrefix(cache, prefix_NW)

@@ -2,11 +2,12 @@
 """Training forward of π0.5 on a packed batch.
 
 Shape suffixes: B samples, F flow samples an observation, R = B * F suffix sequences, T action tokens, A padded action
-dimensions, E width of the action expert.
+dimensions, N computed prefix rows, W width of the language model, E width of the action expert.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,10 +58,31 @@ def flow_matching_losses(
     return F.mse_loss(noise_BFTA - actions_B1TA, velocity_RTA.view_as(noise_BFTA), reduction="none")
 
 
+@dataclass(frozen=True)
+class JointPass:
+    """What the layers leave of one pass over prefix and suffix.
+
+    Attributes:
+        prefix_NW: the prefix's rows that enter the last layer, which computes nothing further of them.
+        suffix_RTE: the action expert's normed output, that of blank samples included.
+    """
+
+    prefix_NW: Tensor
+    suffix_RTE: Tensor
+
+
 def predict_velocity(
     policy: Any, plan: PrefixPlan, noisy_RTA: Tensor, time_R: Tensor, settings: FastPathSettings
 ) -> Tensor:
     """``[R, T, A]`` velocity for noisy actions."""
+    suffix_RTE = joint_pass(policy, plan, noisy_RTA, time_R, settings).suffix_RTE
+    return project_velocity(policy, suffix_RTE)[: noisy_RTA.shape[0]]
+
+
+def joint_pass(
+    policy: Any, plan: PrefixPlan, noisy_RTA: Tensor, time_R: Tensor, settings: FastPathSettings
+) -> JointPass:
+    """All layers for noisy actions; the sequences of one sample follow each other."""
     model, num_sequences = policy.model, noisy_RTA.shape[0]
     num_blank = plan.layout.num_blank_samples * (num_sequences // plan.layout.batch_size)
     noisy_RTA, time_R = F.pad(noisy_RTA, (0, 0, 0, 0, 0, num_blank)), F.pad(time_R, (0, num_blank))
@@ -69,10 +91,16 @@ def predict_velocity(
     if computes_in_bfloat16(policy):
         prefix_NW, suffix_RTE = prefix_NW.to(torch.bfloat16), suffix_RTE.to(torch.bfloat16)
     step = step_context(policy, plan, suffix_RTE, condition_RE, settings)
-    suffix_RTE = _run_layers(policy, prefix_NW, suffix_RTE, step)
+    prefix_NW, suffix_RTE = _run_layers(policy, prefix_NW, suffix_RTE, step)
     normed_RTE, _ = model.paligemma_with_expert.gemma_expert.model.norm(suffix_RTE, cond=condition_RE)
-    velocity_RTA: Tensor = model._apply_checkpoint(model.action_out_proj, normed_RTE.to(torch.float32))
-    return velocity_RTA[:num_sequences]
+    return JointPass(prefix_NW, normed_RTE)
+
+
+def project_velocity(policy: Any, suffix_RTE: Tensor) -> Tensor:
+    """``[R, T, A]`` velocity of the action expert's normed output."""
+    model = policy.model
+    velocity_RTA: Tensor = model._apply_checkpoint(model.action_out_proj, suffix_RTE.to(torch.float32))
+    return velocity_RTA
 
 
 def computes_in_bfloat16(policy: Any) -> bool:
@@ -102,7 +130,8 @@ def step_context(
     )
 
 
-def _run_layers(policy: Any, prefix_NW: Tensor, suffix_RTE: Tensor, step: StepContext) -> Tensor:
+def _run_layers(policy: Any, prefix_NW: Tensor, suffix_RTE: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+    """The prefix's rows that enter the last layer, and the suffix's that leave it."""
     pairs = list(zip(language_layers(policy), expert_layers(policy), strict=True))
     checkpointed = policy.model.gradient_checkpointing_enabled and policy.model.training
 
@@ -113,4 +142,4 @@ def _run_layers(policy: Any, prefix_NW: Tensor, suffix_RTE: Tensor, step: StepCo
 
     for language, expert in pairs[:-1]:
         prefix_NW, suffix_RTE = run(joint_layer, language, expert, prefix_NW, suffix_RTE, step)
-    return run(last_layer, *pairs[-1], prefix_NW, suffix_RTE, step)
+    return prefix_NW, run(last_layer, *pairs[-1], prefix_NW, suffix_RTE, step)
