@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 
 import pytest
 import torch
@@ -52,6 +53,19 @@ def test_a_healthy_config_needs_nothing(a_machine, capsys):
 def test_a_backend_that_cannot_run_is_named_with_its_reason(a_machine, capsys):
     (need,) = _needs(capsys, "policy=pi05_small", "attention=flash_attn_2")
     assert "attention_backends 'flash_attn_2': can't run on cpu" in need and "needs a CUDA device" in need
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="FP8 units may be here")
+def test_a_precision_that_would_be_emulated_is_a_fault_only_where_that_is_forbidden(a_machine, capsys):
+    assert _needs(capsys, "policy=pi05_small", "precision=fp8") == []
+    (need,) = _needs(capsys, "policy=pi05_small", "precision=fp8_tensorwise", "precision.options.strict=true")
+    assert need.startswith("precision 'torchao': emulated on cpu: FP8 products need a CUDA device")
+
+
+def test_missing_torchao_is_named_with_what_to_install(a_machine, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    (need,) = _needs(capsys, "policy=pi05_small", "precision=fp8")
+    assert "torchao can't be imported" in need and "install embodix[fp8]" in need
 
 
 def test_a_backend_that_no_plugin_registers_is_named_with_the_nearest(a_machine, capsys):

@@ -125,6 +125,29 @@ def test_a_bf16_run_is_judged_by_the_rounding_of_bf16(tmp_path):
     assert [pair.same_function for pair in compare_runs([base, near, far]).pairs] == [True, False]
 
 
+def test_fp8_is_never_the_same_function_as_without(tmp_path):
+    """Not even where the losses agree by chance."""
+    fp8 = {"kernel": "torchao rowwise, emulated", "converted": [{"path": "layers.0"}], "num_language_layers": 2}
+    base = read_run(write_run(tmp_path / "upstream", "upstream"))
+    run = read_run(
+        write_run(tmp_path / "embodix", "embodix", settings={"precision": fp8}, fallbacks=["it is emulated"])
+    )
+    report = compare_runs([base, run])
+    (pair,) = report.pairs
+    assert pair.first_loss_difference == 0
+    assert not pair.same_function
+    assert pair.algorithm_changes == [
+        "matrix products are computed in FP8: torchao rowwise, emulated (1 of 2 layers) instead of the policy's own"
+    ]
+    assert verdicts(report, pair)[0].figure == "no"
+    assert "embodix: it is emulated" in report.warnings
+    assert ("matrix products in", ["the policy's own", "FP8: torchao rowwise, emulated (1 of 2 layers)"]) in _rows(
+        report
+    )
+    both = dataclasses.replace(base, manifest=dataclasses.replace(base.manifest, settings=run.manifest.settings))
+    assert compare_runs([both, run]).pairs[0].same_function
+
+
 def test_tokens_images_pads_and_flops_are_means_a_sample(comparison):
     report = compare_runs(read_variants(comparison))
     base, fast = report.variants

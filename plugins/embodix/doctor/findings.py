@@ -127,13 +127,17 @@ def find_implementations(registry: PluginRegistry, target: AttentionTarget) -> l
 def implementation_problem(registry: PluginRegistry, kind: str, name: str, target: AttentionTarget) -> str | None:
     """Why an implementation can't be used, or None.
 
-    Attention backends are probed and checked against fp32; policy wrappers name the host versions they support.
+    Attention backends are probed and checked against fp32; policy wrappers name the host versions they support;
+    precisions say what they lack, and why they would be emulated.
     """
     try:
         implementation = registry.resolve(kind, name)
         if kind == "attention_backends":
             reason = target.problem_of(implementation())
             return reason and f"can't run on {target}: {reason}"
+        if kind == "precisions":
+            missing, reason = implementation.needs(), target.emulation_reason(implementation)
+            return missing or (reason and f"emulated on {target.device}: {reason}")
         if kind == "policy_wrappers":
             problems = (version_problem(host, wanted) for host, wanted in implementation.supported.items())
             return next(filter(None, problems), None)

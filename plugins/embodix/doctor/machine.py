@@ -62,6 +62,13 @@ class AttentionTarget:
 
         return backend_problem(backend, torch.device(self.device), getattr(torch, self.dtype), self.head_dim)
 
+    def emulation_reason(self, precision: Any) -> str | None:
+        """Why a training precision would be emulated on this device, or None."""
+        import torch
+
+        reason: str | None = precision.probe(torch.device(self.device))
+        return reason
+
     def __str__(self) -> str:
         return f"{self.device}, {self.dtype}, head_dim {self.head_dim}"
 

@@ -26,7 +26,7 @@ REAL_HEAD_DIMS = {"pi05": 256, "groot": 128}  # of the language model at the rea
 def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis) -> list[str]:
     """Every fault of this installation that stops a run of ``config``."""
     faults = [*_versions(diagnosis.versions), *_plugins(config, registry), *_patches(config)]
-    faults += [*_implementations(config, registry), *_gpu_simulators(config)]
+    faults += [*_implementations(config, registry), *_precision(config, registry), *_gpu_simulators(config)]
     if diagnosis.machine is not None:
         faults += _machine(config, diagnosis.machine)
     return faults
@@ -98,6 +98,17 @@ def _named_implementations(config: DictConfig, registry: PluginRegistry) -> Iter
         yield "policy_wrappers", str(_select(config, "policy.type"))
     if _select(config, "env.type") in registry.names("environments"):
         yield "environments", str(_select(config, "env.type"))
+
+
+def _precision(config: DictConfig, registry: PluginRegistry) -> Iterator[str]:
+    """A training precision that can't be installed, or that ``strict`` forbids to emulate."""
+    name = _select(config, "precision.name")
+    if name in (None, "none"):
+        return
+    problem = _named_problem(registry, "precisions", name, attention_target(config))
+    emulated = problem is not None and problem.startswith("emulated")
+    if problem and (not emulated or _select(config, "precision.options.strict")):
+        yield f"precision {name!r}: {problem}"
 
 
 def _named_problem(registry: PluginRegistry, kind: str, name: str, target: AttentionTarget) -> str | None:

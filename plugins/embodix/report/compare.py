@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodix.report.evaluation import PairedSuccess, pair_success
+from embodix.report.precision import low_precision, precision_words
 from embodix.report.reference import ReferenceDifference
 from embodix.report.runs import Run
 from embodix.report.statistics import Spread, spread_of
@@ -29,7 +30,7 @@ _HOW_NOT_WHAT = (
 )
 DATA_WAIT_LIMIT = 0.15  # share of wall-clock time above which the data loader decides the speed
 # Relative loss difference of the first step (same weights, same samples) that rounding alone explains.
-SAME_FUNCTION = {"float32": 1e-6, "bfloat16": 2e-2}
+SAME_FUNCTION = {"float32": 1e-6, "bfloat16": 2e-2, "FP8": 2e-2}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class PairSummary:
         largest_loss_difference: relative, over all common steps; ``largest_at_step`` says where.
         reference: the differences from the reference where upstream's own batch is not it, or None.
         same_function: whether the difference from the reference is rounding: from upstream's batch at the first step,
-            or from ``reference`` where there is one.
+            or from ``reference`` where there is one. Never where matrix products are computed in different precisions.
         algorithm_changes: settings that change what is learned, and so may explain a difference.
         flop_ratio: baseline / variant of torch's counted FLOPs, or None.
         bound: the analytic bound, or None.
@@ -202,6 +203,8 @@ def clock_of(run: Run) -> str:
 
 def _precision(run: Run) -> str:
     """What the policy computes in: π0.5 says it by ``dtype``, GR00T-N1.5 by ``use_bf16``."""
+    if low_precision(run):
+        return "FP8"
     policy = run.manifest.config.get("policy") or {}
     return "bfloat16" if policy.get("dtype") == "bfloat16" or policy.get("use_bf16") else "float32"
 
@@ -251,7 +254,9 @@ def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None)
         largest_loss_difference=largest,
         largest_at_step=largest_at,
         reference=reference,
-        same_function=same_samples and (differences[0][0] if reference is None else reference.variant) <= tolerance,
+        same_function=same_samples
+        and precision_words(base) == precision_words(run)
+        and (differences[0][0] if reference is None else reference.variant) <= tolerance,
         tolerance=tolerance,
         algorithm_changes=_algorithm_changes(base, run),
         flop_ratio=counted[0] / counted[1] if counted[0] and counted[1] else None,
@@ -267,11 +272,15 @@ def composed_as(run: Run) -> dict[str, Any] | None:
 
 def _algorithm_changes(base: Run, run: Run) -> list[str]:
     """Settings that differ from the baseline and change what is optimised, or on which samples."""
-    return [
+    changes = [
         f"{key} is {values[run.name]} instead of {values[base.name]}"
         for key, values in config_differences([base, run]).items()
-        if not any(key == setting or key.startswith(f"{setting}.") for setting in _HOW_NOT_WHAT)
+        if not any(key == setting or key.startswith(f"{setting}.") for setting in (*_HOW_NOT_WHAT, "precision"))
     ]
+    ours, theirs = precision_words(run), precision_words(base)
+    if ours != theirs:
+        changes.insert(0, f"matrix products are computed in {ours} instead of {theirs}")
+    return changes
 
 
 def uncounted_work(runs: Sequence[Run]) -> list[str]:

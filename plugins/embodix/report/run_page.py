@@ -15,6 +15,7 @@ from embodix.report.curves import binned, legend, spans_decades, whole_steps
 from embodix.report.evaluations import EvaluationRecord, best_evaluation, read_evaluations
 from embodix.report.html import page_environment, provenance_rows
 from embodix.report.manifest import write_text_atomically
+from embodix.report.precision import low_precision, precision_words
 from embodix.report.runs import Run, read_run
 from embodix.report.steps import StepRecord
 from embodix.report.svg import WIDTH_IN, drawing, series_colour, to_svg
@@ -91,9 +92,10 @@ def _paragraph(run: Run, evaluations: Sequence[EvaluationRecord]) -> str:
     config = run.manifest.config
     policy, dataset = config.get("policy") or {}, config.get("dataset") or {}
     data = f" on the dataset {dataset['repo_id']}" if dataset.get("repo_id") else ""
+    precision = f", matrix products in {precision_words(run)}" if low_precision(run) else ""
     return (
         f"The policy {policy.get('type', 'that was configured')} trained for "
-        f"{wording.count(run.steps[-1].step, 'step')}{data}, seed {run.manifest.seed}. "
+        f"{wording.count(run.steps[-1].step, 'step')}{data}, seed {run.manifest.seed}{precision}. "
         f"{wording.count(len(evaluations), 'checkpoint')} were rolled out in the simulator by processes of their own "
         "while training went on. Their episodes chose the best checkpoint, so its success here is optimistic: "
         "evaluate it on other seeds before you state it."

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from embodix.report.evaluation import Evaluation
+from embodix.report.precision import precision_words
 from embodix.report.runs import Run
 from embodix.report.steps import PHASES, StepRecord
 
@@ -31,6 +32,7 @@ class VariantSummary:
     packer: str | None
     composed: bool
     attention: str | None
+    precision: str
     patches: list[str]
     fallbacks: list[str]
     tokens_valid: float | None
@@ -68,6 +70,7 @@ def summarise(run: Run, num_warmup: int | None = None) -> VariantSummary:
         packer=manifest.packer,
         composed="composition" in manifest.settings,
         attention=manifest.attention,
+        precision=precision_words(run),
         patches=manifest.patches,
         fallbacks=manifest.fallbacks,
         **_token_means(measured),

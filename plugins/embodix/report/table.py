@@ -80,6 +80,7 @@ def _rows(report: CompareReport) -> list[tuple[str | None, list[str]]]:
     rows = [
         row("packing", lambda v: v.packer or ""),
         row("attention", lambda v: v.attention or ""),
+        row("matrix products in", lambda v: v.precision),
         separator,
         row("speed ratio", speed),
         row("FLOP bound", bound),

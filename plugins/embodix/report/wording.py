@@ -37,6 +37,9 @@ GLOSSARY = {
     "utilisation": "Valid tokens divided by computed tokens. 100 % means that nothing computed was padding.",
     "padding": "Positions without input: the instruction is filled up to a fixed length, a camera that the robot lacks "
     "is a blank image, an action chunk that runs past the end of the episode repeats its last action.",
+    "FP8": "Matrix products of the language model with operands rounded to scaled 8-bit floating point; the weights "
+    "that the optimizer changes stay in float32. It changes what is computed, so that losses differ from those "
+    "of a variant without it by more than rounding in the policy's own precision.",
     "Wilson interval": "The range in which the true success rate lies with 95 % confidence, given the number of "
     "episodes.",
     "McNemar test": "Compares two policies on the same episodes; only episodes that one solves and the other does not "
@@ -197,7 +200,11 @@ def loss_difference(pair: PairSummary) -> str:
 
 def variant_row(variant: VariantSummary) -> Mapping[str, Any]:
     """What distinguishes a variant, by plain label."""
-    return {"packing": variant.packer or "not recorded", "attention": variant.attention or "not recorded"}
+    return {
+        "packing": variant.packer or "not recorded",
+        "attention": variant.attention or "not recorded",
+        "precision": variant.precision,
+    }
 
 
 def ratio(value: float | None) -> str:

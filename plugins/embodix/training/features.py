@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from embodix.data.mixture_spec import is_mixture
 from embodix.packing.composer import BatchComposer
 from embodix.policies.settings import FastPathSettings, Installation
 from embodix.quantization.blocks import ScaledWeight
+from embodix.quantization.precision.installation import PrecisionInstallation
 from embodix.schema.train import NamedChoice
 from embodix.training.step_forward import StepCount, over_ranks
 
@@ -74,7 +76,7 @@ class InstalledFeatures:
     composer: BatchComposer | None = None
     step_count: StepCount | None = None
     quantization: Any = None
-    precision: Any = None
+    precision: PrecisionInstallation | None = None
 
     def describe(self) -> dict[str, Any]:
         """What differs from upstream, for reports; empty for pure upstream."""
@@ -145,12 +147,14 @@ def install_features(
     *,
     stored_weights: Mapping[str, ScaledWeight] | None = None,
     keep_originals: bool = True,
+    gemm_table: Path | None = None,
 ) -> InstalledFeatures:
     """Make ``policy`` compute as selected; call before the accelerator wraps it.
 
     Args:
         stored_weights: module path -> weight of a quantized checkpoint, which the quantizer takes as it is.
         keep_originals: keep what the quantizer replaces, so that ``uninstall`` can put it back.
+        gemm_table: where a resumed run has kept the timings that its precision decided by, if it has.
 
     Raises:
         embodix.plugins.PluginError: no wrapper for this policy type.
@@ -165,12 +169,29 @@ def install_features(
                 policy, policy_type, stored=stored_weights, keep_originals=keep_originals
             )
         if selection.precision.name != UNCHANGED:
-            precision = plugins.build("precisions", selection.precision.name, selection.precision.options)
-            installed.precision = precision.install(policy, policy_type, accelerator.device)
+            installed.precision = _install_precision(policy, selection.precision, accelerator, gemm_table)
     except BaseException:
         installed.uninstall()
         raise
     return installed
+
+
+def _install_precision(
+    policy: PreTrainedPolicy, choice: NamedChoice, accelerator: Accelerator, gemm_table: Path | None
+) -> PrecisionInstallation:
+    """Matrix products in low precision; a resumed run decides by its own timings unless it names others."""
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError(
+            f"precision={choice.name} refuses float16, whose range the gradients of FP8 products leave; accelerate was "
+            "started with mixed_precision=fp16. Take bf16 or no."
+        )
+    gate = choice.options.get("gemm_gate")
+    options = choice.options
+    if gate is not None and not gate.get("table") and gemm_table is not None and gemm_table.is_file():
+        options = {**options, "gemm_gate": {**gate, "table": str(gemm_table)}}
+    precision = plugins.build("precisions", choice.name, options)
+    installation: PrecisionInstallation = precision.install(policy, policy.config.type, accelerator.device)
+    return installation
 
 
 def _install_wrapper(

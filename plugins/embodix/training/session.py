@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextvars
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from embodix.training.run_data import RunData, read_choices
 from embodix.training.step_clock import StepClock
 from embodix.training.step_loader import StreamState
 
-STEPS_FILE, MANIFEST_FILE = "steps.jsonl", "manifest.json"
+STEPS_FILE, MANIFEST_FILE, GEMM_TABLE_FILE = "steps.jsonl", "manifest.json", "gemm_gate.json"
 _current: contextvars.ContextVar[TrainingSession] = contextvars.ContextVar("embodix_training_session")
 
 
@@ -116,7 +117,8 @@ class TrainingSession:
     def policy_built(self, policy: Any, accelerator: Accelerator) -> None:
         self.policy = policy
         self.accelerator = accelerator
-        self.features = install_features(policy, self.selection, accelerator)
+        own_table = self.output_dir / GEMM_TABLE_FILE if self._step > 1 else None
+        self.features = install_features(policy, self.selection, accelerator, gemm_table=own_table)
         composes = self.features.composer is not None
         if self._check_reference and not composes and isinstance(self.features.installation, ChecksReference):
             self._first_batch = FirstBatch(policy)
@@ -208,6 +210,7 @@ class TrainingSession:
         if self.composition is not None:
             self.composition.step_ended()
         self._compare_with_reference()
+        self._keep_gemm_table()
         if self._evaluation is not None:
             self._evaluation.poll()
 
@@ -224,19 +227,29 @@ class TrainingSession:
         installation = self.features.installation if self.features else None
         assert isinstance(installation, ChecksReference)
         devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        precision = self.features.precision if self.features else None
+        with torch.random.fork_rng(devices=devices), precision.suspended() if precision else nullcontext():
             self._reference_check = installation.check_reference(kept.batch)
+
+    def _keep_gemm_table(self) -> None:
+        """Once, when the first batch has decided which products are computed in FP8, for this run's resumption."""
+        table = self.features.precision.gemm_table if self.features and self.features.precision else None
+        if table is not None and len(self.records) == 1 and self.accelerator.is_main_process:
+            table.save(self.output_dir / GEMM_TABLE_FILE)
 
     def write_manifest(self) -> None:
         """Write what is known of the run; called again at the end with what was measured."""
         assert self.features is not None
+        settings = self._settings()
+        low_precision = [settings[name] for name in ("quantization", "precision") if name in settings]
         manifest = collect_manifest(
             self.name,
             seed=self.host_cfg.seed,
             config=self.config,
             packer=self.selection.packing.name,
             attention=self.features.attention_backend,
-            settings=self._settings(),
+            settings=settings,
+            fallbacks=[part["fallback"] for part in low_precision if part.get("fallback")],
             patches=[name for name in patching.patch_names() if patching.is_applied(name)],
             flops_per_step=self.flops_per_step,
             num_parameters=sum(p.numel() for p in self.policy.parameters()),

@@ -49,10 +49,12 @@ class BlockScaledFp8:
         require_choice("kernel", kernel, get_args(KernelChoice))
         self._kernel, self._strict, self._gate = kernel, strict, gate_options(gemm_gate)
 
+    probe = staticmethod(transformer_engine_problem)
+
     @staticmethod
-    def probe(device: torch.device) -> str | None:
-        """Why this can't run in FP8 units here, or None."""
-        return transformer_engine_problem(device)
+    def needs() -> str | None:
+        """Nothing: without Transformer Engine it is emulated."""
+        return None
 
     def install(self, policy: nn.Module, policy_type: str, device: torch.device) -> PrecisionInstallation:
         """Compute the language model's linear layers in FP8.

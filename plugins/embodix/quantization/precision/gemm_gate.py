@@ -238,7 +238,8 @@ class GemmGate:
         if (table.device, table.kernel) != (device, self._kernel):
             raise ValueError(
                 f"gemm_gate.table={path} was timed for {table.kernel} on {table.device}; this run computes with "
-                f"{self._kernel} on {device}. Leave the table out to have the products timed."
+                f"{self._kernel} on {device}. Leave the table out, or delete a resumed run's own, to have the "
+                "products timed."
             )
         return table
 

@@ -46,6 +46,24 @@ class LinearKernel(Protocol):
         ...
 
 
+class TrainingPrecision(Protocol):
+    """What a plugin registers as a precision; its constructor takes the group's ``options``."""
+
+    @staticmethod
+    def needs() -> str | None:
+        """What it can't be installed without and this installation lacks, or None."""
+        ...
+
+    @staticmethod
+    def probe(device: torch.device) -> str | None:
+        """Why it can't run in FP8 units on a device, so that it is emulated, or None."""
+        ...
+
+    def install(self, policy: nn.Module, policy_type: str, device: torch.device) -> PrecisionInstallation:
+        """Compute the policy's chosen layers in low precision."""
+        ...
+
+
 @dataclass
 class Place:
     """Where a layer stands in the policy, and what may stand there.
@@ -137,6 +155,8 @@ class PrecisionInstallation:
             "recipe": self._kernel.recipe,
             "kernel": self._kernel.name,
             "fallback": self._kernel.fallback,
+            "num_language_layers": len(self._places)
+            + sum(choice.kind == "language_linear" for choice in self._skipped),
             "weights": sorted({str(place.original.weight.dtype) for place in self._places}),
             "converted": [
                 {"path": place.path, "shape": list(place.shape), "kernel": self._kernel.name, "reason": place.decision}

@@ -76,10 +76,8 @@ class TorchaoFloat8:
         self._recipe, self._kernel, self._strict, self._compile = recipe, kernel, strict, compile
         self._gate = gate_options(gemm_gate)
 
-    @staticmethod
-    def probe(device: torch.device) -> str | None:
-        """Why this can't run in FP8 units here, or None."""
-        return torchao_problem() or fp8_units_problem(device)
+    needs = staticmethod(torchao_problem)
+    probe = staticmethod(fp8_units_problem)
 
     def install(self, policy: nn.Module, policy_type: str, device: torch.device) -> PrecisionInstallation:
         """Compute the language model's linear layers in FP8.
