@@ -138,6 +138,9 @@ def test_each_rule_of_the_chunk_fails_on_its_own():
     assert broken(dimensions=[DimensionError("x", 0.07, 0.01, 1.0)]) == {"action_error"}
     assert broken(cosine_by_step=[1.0, 1.0, 1.0, math.nan]) == {"chunk_cosine", "step_cosine"}
     assert failing(comparison(loss=LossAccuracy(0.1, 0.2, 1.5))) == {"loss_change"}
+    (result,) = [r for r in judge(comparison(outside=["action.a", "action.b"]), WEIGHT_ONLY) if r.failing]
+    assert result.rule.name == "protected_modules" and len(result.failures()) == 2
+    assert "(action.a)" in result.failures()[0]
 
 
 def test_more_rounded_operands_are_allowed_more_noise():

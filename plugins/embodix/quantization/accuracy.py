@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -171,6 +171,7 @@ class Comparison:
     Attributes:
         reference, got: the two in words.
         layers: the converted modules.
+        outside: modules that were converted although they are no part of the language model, or changed unsaid.
     """
 
     reference: str
@@ -179,6 +180,7 @@ class Comparison:
     chunk: ChunkAccuracy
     loss: LossAccuracy
     layers: list[LayerAccuracy]
+    outside: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Plain containers; an infinite ratio is ``"exact"`` or ``"lost"``."""

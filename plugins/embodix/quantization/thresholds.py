@@ -110,6 +110,15 @@ RULES = (
         "Rounding the state itself would add an error in every step.",
     ),
     Rule(
+        "protected_modules",
+        "modules outside the language model that are not in high precision",
+        "",
+        "at most",
+        "0",
+        "Vision tower, connector and action head stay as they are: what the action head loses enters every denoising "
+        "step, and no attention over many tokens averages it out.",
+    ),
+    Rule(
         "action_error",
         "largest error of an action dimension",
         "physical units",
@@ -284,6 +293,10 @@ def _subjects(name: str, comparison: Comparison) -> Iterator[Subject]:
             yield f"step {step} of {len(chunk.cosine_by_step)}", cosine, {"step": step}
     elif name == "denoising_state":
         yield "", sum(dtype != "torch.float32" for dtype in chunk.state_dtypes), {}
+    elif name == "protected_modules":
+        yield from ((path, 1.0, {}) for path in comparison.outside)
+        if not comparison.outside:
+            yield "", 0.0, {}
     elif name == "action_error":
         for dimension in chunk.dimensions:
             yield dimension.name, dimension.largest, {"unit": dimension.unit}
