@@ -119,9 +119,16 @@ def _require_equal(source: str, state: Mapping[str, Any], files: list[Path]) -> 
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
-    """Each tensor by name, one in memory at a time."""
+    """Each tensor by name, one in memory at a time; of a quantized checkpoint, as its policy gets them."""
+    import torch
     from safetensors import safe_open
 
+    from embodix.quantization.file_format import QuantizedWeights, is_quantized
+
+    if is_quantized(files[0].parent):
+        with QuantizedWeights(files[0].parent) as weights:
+            yield from weights.state(torch.float32)
+        return
     for path in files:
         with safe_open(path, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118  the handle is no mapping

@@ -51,7 +51,11 @@ def small(policy):
     config = OmegaConf.load(Path(str(files("embodix.hydra_conf"))) / "policy" / f"{policy}.yaml")
     return {"architecture": OmegaConf.to_container(config.architecture)}
 
-OPTIONS = {"lerobot_pi05_sizes": small("pi05_small"), "lerobot_groot_sizes": small("groot_n15_small")}
+OPTIONS = {
+    "lerobot_pi05_sizes": small("pi05_small"),
+    "lerobot_groot_sizes": small("groot_n15_small"),
+    "lerobot_quantized_checkpoint": {"policy_type": "groot"},
+}
 
 def symbols(target):
     # "package: module.symbol, other.Class.method", "package.module.symbol, other_symbol" or "package.module.symbol"

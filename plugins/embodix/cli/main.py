@@ -13,7 +13,9 @@ from pathlib import Path
 VERBS = {
     "train": "train a policy through upstream LeRobot, with or without +plugin=embodix",
     "eval": "success of checkpoints in simulation, with interval, controls and pairs",
+    "quantize": "write a checkpoint with its language model in FP8, and what that saves",
     "compare": "train variants side by side, step by step on the same samples, and report",
+    "rl": "reinforcement learning in RLinf, synchronous or asynchronous",
     "plan": "tokens, waste, FLOP bound and memory of each variant, before any training",
     "data": "record demonstrations from a simulator into a LeRobotDataset",
     "doctor": "what is installed, what can run here, and why not",

@@ -18,6 +18,8 @@ from omegaconf import DictConfig
 
 from embodix.data.embodiments import EMBODIMENTS_DIR, embodiment_folder
 from embodix.data.mixture_spec import decode_mixture, is_mixture
+from embodix.quantization.blocks import ScaledWeight
+from embodix.quantization.file_format import QuantizedWeights, is_quantized
 from embodix.training.checkpoint import ARCHITECTURE_FILE, OVERRIDES_FILE
 from embodix.training.run import compose_train, merge_overrides
 
@@ -54,12 +56,31 @@ class ModelFolder:
         architecture: dict[str, Any] | None = self._json(ARCHITECTURE_FILE)
         return architecture
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its weights are in FP8, as ``lerobot quantize`` writes them."""
+        return is_quantized(Path(self.model))
+
+    def stored_weights(self) -> dict[str, ScaledWeight] | None:
+        """Module path -> weight of a quantized model, as its file has it; None for any other.
+
+        Raises:
+            embodix.quantization.tensor_file.FileFormatError: a damaged file; names the tensor.
+        """
+        if not self.is_quantized:
+            return None
+        with QuantizedWeights(Path(self.model)) as weights:
+            return weights.stored()
+
     def policy_type(self) -> str:
         """The policy's type, as its config says.
 
         Raises:
             ValueError: neither a folder nor a model on the hub that can be reached.
         """
+        config = Path(self.model) / CONFIG_NAME
+        if config.is_file():
+            return str(json.loads(config.read_text())["type"])
         try:
             return str(PreTrainedConfig.from_pretrained(self.model).type)
         except (OSError, HFValidationError) as error:
@@ -75,18 +96,19 @@ class ModelFolder:
             return []
         return [str(task) for task in LeRobotDatasetMetadata(dataset["repo_id"], root=root).tasks.index]
 
+    def recorded_overrides(self, policy_type: str) -> list[str]:
+        """``overrides``; for a checkpoint without, those that a policy of this type needs to run here."""
+        group = GROUPS.get(policy_type, "upstream")
+        return self.overrides or [f"policy={group}", f"policy.type={policy_type}", "tokenizer.directory=null"]
+
     def compose_run(self, policy_type: str, added: list[str]) -> DictConfig:
         """The train config of the run, with this command's choices in place of its own.
 
         Raises:
             ValueError: overrides of the run that no longer compose.
         """
-        recorded = self.overrides
-        if not recorded:
-            group = GROUPS.get(policy_type, "upstream")
-            recorded = [f"policy={group}", f"policy.type={policy_type}", "tokenizer.directory=null"]
         try:
-            cfg = compose_train(merge_overrides(recorded, added))
+            cfg = compose_train(merge_overrides(self.recorded_overrides(policy_type), added))
         except Exception as error:  # Hydra's and OmegaConf's errors have no class in common
             raise ValueError(
                 f"The overrides of the run that trained {self.model} do not compose here: {error}. Is a plugin or a "

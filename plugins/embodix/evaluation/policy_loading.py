@@ -22,7 +22,7 @@ from embodix.evaluation.model_folder import ModelFolder
 from embodix.patching import patched
 from embodix.schema.train import NamedChoice
 from embodix.training.features import UNCHANGED, install_features, select_features
-from embodix.training.host_context import policy_patches
+from embodix.training.host_context import QUANTIZED_PATCH, policy_patches
 
 if TYPE_CHECKING:
     from lerobot.policies.pretrained import PreTrainedPolicy
@@ -73,16 +73,12 @@ def loaded_policy(source: ModelFolder, env_cfg: EnvConfig, choices: PolicyChoice
     cfg = source.compose_run(policy_type, list(choices.features))
     source = source.member(cfg)
     with ExitStack() as stack:
-        patches = policy_patches(cfg)
-        stack.enter_context(patched(patches))
-        directory = choices.tokenizer or cfg.tokenizer.directory
-        if directory is not None and policy_type != "groot":
-            stack.enter_context(offline_tokenizer(_existing(Path(directory), source)))
-        policy_cfg = _policy_config(source, choices.policy)
+        patches = stack.enter_context(prepared_host(source, cfg, choices.tokenizer))
+        policy_cfg = policy_config(source, choices.policy)
         pre, post = _processors(policy_cfg, source, choices.rename_map)
         notes = require_fitting_features(policy_cfg, env_cfg, _rename_map(pre))
         policy = make_policy(cfg=policy_cfg, env_cfg=env_cfg, rename_map=_rename_map(pre)).eval()
-        features = stack.enter_context(_features(policy, cfg))
+        features = stack.enter_context(_features(policy, cfg, source))
         description = {
             "type": policy_type,
             "model": source.model,
@@ -94,7 +90,28 @@ def loaded_policy(source: ModelFolder, env_cfg: EnvConfig, choices: PolicyChoice
         yield LoadedPolicy(policy, pre, post, description, notes)
 
 
-def _policy_config(source: ModelFolder, changes: Mapping[str, Any]) -> PreTrainedConfig:
+@contextmanager
+def prepared_host(source: ModelFolder, cfg: DictConfig, tokenizer: str | None = None) -> Iterator[dict[str, Any]]:
+    """What upstream needs to load this checkpoint: patches and the tokenizer, undone at the end; yields the patches.
+
+    Args:
+        source: of one policy, see ``ModelFolder.member``.
+        cfg: the train config of its run.
+        tokenizer: folder of an offline tokenizer; None for the run's.
+    """
+    policy_type = source.policy_type()
+    patches = policy_patches(cfg)
+    if source.is_quantized:
+        patches[QUANTIZED_PATCH] = {"policy_type": policy_type}
+    with ExitStack() as stack:
+        stack.enter_context(patched(patches))
+        directory = tokenizer or cfg.tokenizer.directory
+        if directory is not None and policy_type != "groot":
+            stack.enter_context(offline_tokenizer(_existing(Path(directory), source)))
+        yield patches
+
+
+def policy_config(source: ModelFolder, changes: Mapping[str, Any]) -> PreTrainedConfig:
     """The checkpoint's config with the fields of this command, as upstream's command line changes them."""
     overrides = [f"--{name}={_argument(value)}" for name, value in changes.items() if value is not None]
     config = PreTrainedConfig.from_pretrained(source.model, cli_overrides=overrides)
@@ -123,15 +140,16 @@ def _rename_map(preprocessor: Any) -> dict[str, str]:
 
 
 @contextmanager
-def _features(policy: PreTrainedPolicy, cfg: DictConfig) -> Iterator[dict[str, Any]]:
+def _features(policy: PreTrainedPolicy, cfg: DictConfig, source: ModelFolder) -> Iterator[dict[str, Any]]:
     """The computation and the weights' format of the run's features.
 
     The run's training precision is left out: its master weights are what the checkpoint holds. A quantized policy has
-    given up the weights it was loaded with.
+    given up the weights it was loaded with; those of a quantized checkpoint are taken as the file has them.
     """
     accelerator = Accelerator(cpu=torch.device(str(policy.config.device)).type == "cpu")
     selection = replace(select_features(cfg), precision=NamedChoice(UNCHANGED))
-    installed = install_features(policy, selection, accelerator, keep_originals=False)
+    stored = source.stored_weights() if selection.quantization.name != "none" else None
+    installed = install_features(policy, selection, accelerator, stored_weights=stored, keep_originals=False)
     try:
         yield {"attention": installed.attention_backend, **installed.describe()}
     finally:

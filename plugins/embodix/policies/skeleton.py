@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import draccus
 import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
@@ -39,6 +40,27 @@ def policy_skeleton(config: PreTrainedConfig, architecture: Mapping[str, Any] | 
         stack.enter_context(torch.device("meta"))
         policy: nn.Module = get_policy_class(config.type)(config)
     return policy
+
+
+def unfed_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """Upstream's config from the fields of a policy group, for a policy that is built but never given a sample.
+
+    Raises:
+        ValueError: fields that upstream's config does not have.
+    """
+    size = list(fields.get("image_resolution") or fields.get("image_size") or (224, 224))
+    inputs = {
+        "observation.images.camera": {"type": "VISUAL", "shape": [3, *size]},
+        "observation.state": {"type": "STATE", "shape": [fields["max_state_dim"]]},
+    }
+    outputs = {"action": {"type": "ACTION", "shape": [fields["max_action_dim"]]}}
+    named = {name: value for name, value in fields.items() if value is not None}
+    features = {"input_features": inputs, "output_features": outputs, "device": "cpu"}
+    try:
+        config: PreTrainedConfig = draccus.decode(PreTrainedConfig, {**named, **features})
+    except Exception as error:  # draccus raises several unrelated kinds for a bad value
+        raise ValueError(f"Upstream's config rejects a value: {error}") from error
+    return config
 
 
 def source_names(policy: nn.Module, file_names: Iterable[str]) -> dict[str, str]:

@@ -8,6 +8,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from embodix.schema import eval as eval_schema
+from embodix.schema import quantize as quantize_schema
+from embodix.schema import rl as rl_schema
 from embodix.schema import train as train_schema
 
 CONFIG_MODULE = "embodix.hydra_conf"
@@ -17,6 +19,8 @@ def register_schemas() -> None:
     """Make every verb's schema known to Hydra."""
     train_schema.register()
     eval_schema.register()
+    rl_schema.register()
+    quantize_schema.register()
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:

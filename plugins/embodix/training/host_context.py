@@ -13,8 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patch_module, patched, sizes_patch
+from embodix.quantization.file_format import is_quantized
 from embodix.training.checkpoint import checkpoint_finished, write_session_state
 from embodix.training.session import current_session
+
+QUANTIZED_PATCH = "lerobot_quantized_checkpoint"
 
 
 @contextmanager
@@ -38,13 +41,16 @@ def host_context(cfg: DictConfig, resume_config: Path | None = None) -> Iterator
 
 
 def required_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """The chosen patches with their options, and those that the policy's sizes and language ask for."""
+    """The chosen patches with their options, and those that the policy's sizes, language and weights ask for."""
     patches = _chosen_patches(cfg)
     if "lerobot_atomic_checkpoint" in patches:
         patches["lerobot_atomic_checkpoint"]["on_saved"] = write_session_state
         patches["lerobot_atomic_checkpoint"]["on_finished"] = checkpoint_finished
     patches["lerobot_dataset_factory"] = {"build": build_dataset}
     patches["lerobot_worker_preprocessing"] = {"build": build_processors}
+    started_from = cfg.policy.get("pretrained_path")
+    if started_from is not None and is_quantized(Path(started_from)):
+        patches[QUANTIZED_PATCH] = {"policy_type": cfg.policy.type}
     return patches | _policy_options(cfg)
 
 

@@ -113,9 +113,14 @@ def compose_train(overrides: list[str]) -> DictConfig:
 
 
 def merge_overrides(recorded: list[str], added: list[str]) -> list[str]:
-    """The recorded overrides with those of the same key replaced by the added ones."""
+    """The recorded overrides with those of the same key replaced by the added ones.
+
+    A group that is chosen anew does not take the options of the recorded choice.
+    """
     replaced = {override.lstrip("+~").partition("=")[0] for override in added}
-    kept = [o for o in recorded if o.lstrip("+~").partition("=")[0] not in replaced]
+    of_replaced = tuple(f"{name}.options." for name in replaced)
+    keys = [(override, override.lstrip("+~").partition("=")[0]) for override in recorded]
+    kept = [override for override, key in keys if key not in replaced and not key.startswith(of_replaced)]
     return [*kept, *added]
 
 
