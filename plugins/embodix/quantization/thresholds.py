@@ -4,8 +4,8 @@
 All follow from one model. Rounding to nearest with m mantissa bits changes a value by at most half a step, relative
 ``2**-(m + 1)``; spread evenly over a step, the error's mean square is ``4**-m / 12`` of the value's where rounding is
 coarsest. Errors of different operands and products are independent, so their mean squares add up; a product or a norm
-hands a relative error on as it is. The model knows no tuned constant, but it is a model: a formula says what a sound
-recipe stays within, not what it reaches.
+hands a relative error on as it is. It is a model: a formula says what a sound recipe stays within on an ordinary
+network, not what it reaches.
 """
 
 from __future__ import annotations
@@ -160,24 +160,25 @@ RULES = (
         "SQNR of a layer's output",
         "dB",
         "at least",
-        "-10 * log10(noise * order)",
-        "Each of the converted modules up to this one adds the noise of one product.",
+        "-10 * log10(4 * noise * order)",
+        "Each of the converted modules up to this one adds the noise of one product. A gated MLP multiplies two "
+        "projections of the same input, so that the input's relative error doubles: four times its mean square.",
     ),
     Rule(
         "gradient_sqnr",
         "SQNR of the loss's gradient at a layer's output",
         "dB",
         "at least",
-        "-10 * log10(loss_noise + noise * 2 * num_layers + gradient_noise * num_layers)",
-        "The gradient starts from the residual, whose relative error is loss_noise, and passes each product at most "
-        "once forward and once backward.",
+        "-10 * log10(loss_noise + 4 * (2 * noise + gradient_noise) * num_layers)",
+        "The gradient starts from the residual, whose relative mean square error is loss_noise, and passes each product "
+        "at most once forward and once backward; 4 as for the outputs.",
     ),
     Rule(
         "weight_gradient_sqnr",
         "SQNR of the gradient of a layer's weight",
         "dB",
         "at least",
-        "-10 * log10(loss_noise + noise * (2 * num_layers + 1) + gradient_noise * (num_layers + 1))",
+        "-10 * log10(loss_noise + 4 * (2 * noise + gradient_noise) * (num_layers + 1))",
         "The gradient at the output, times the input in one more product.",
     ),
 )
