@@ -161,10 +161,10 @@ class EmulatedKernel:
         return F.linear(rows, weight.dequantize(torch.float32)).to(rows_MK.dtype)
 
 
-def quantize_rows(rows_MK: Tensor) -> ScaledWeight:
-    """Activations in e4m3 with one scale for 128 channels of a row; what is not finite becomes NaN."""
+def quantize_rows(rows_MK: Tensor, block: tuple[int, int] = ACTIVATION_BLOCK) -> ScaledWeight:
+    """Activations in e4m3, by default with one scale for 128 channels of a row; what is not finite becomes NaN."""
     wide_MK = rows_MK.float()
-    return round_blocks(wide_MK, block_amax(wide_MK, ACTIVATION_BLOCK), ACTIVATION_BLOCK)
+    return round_blocks(wide_MK, block_amax(wide_MK, block), block)
 
 
 KERNELS: dict[str, Kernel] = {
