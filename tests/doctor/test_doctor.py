@@ -56,6 +56,14 @@ def test_a_backend_that_cannot_run_is_named_with_its_reason(a_machine, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="FP8 units may be here")
+def test_a_quantizer_and_its_options_are_tried(a_machine, capsys):
+    assert _needs(capsys, "policy=pi05_small", "quantization=fp8_block") == []
+    (need,) = _needs(capsys, "policy=pi05_small", "quantization=fp8_block", "quantization.options.kernel=fast")
+    assert need.startswith("quantization 'fp8_block': quantization.options.kernel is one of auto, scaled_mm")
+    (need,) = _needs(capsys, "policy=pi05_small", "quantization.name=fp9_block")
+    assert "Did you mean 'fp8_block'?" in need
+
+
 def test_a_precision_that_would_be_emulated_is_a_fault_only_where_that_is_forbidden(a_machine, capsys):
     assert _needs(capsys, "policy=pi05_small", "precision=fp8") == []
     (need,) = _needs(capsys, "policy=pi05_small", "precision=fp8_tensorwise", "precision.options.strict=true")

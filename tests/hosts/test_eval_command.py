@@ -137,6 +137,29 @@ def test_upstreams_own_features_are_one_override_away(evaluate: Command, run_fol
     assert results(tmp_path)["env"]["task"] == "reach-v3"
 
 
+@pytest.mark.parametrize("attention", ["auto", "upstream"])
+def test_a_checkpoint_is_evaluated_in_fp8(
+    attention: str, evaluate: Command, run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = ["+env.task=reach-v3", "eval.videos=0", "eval.n_episodes=1", f"attention={attention}"]
+    code, printed, _ = evaluate(tmp_path, f"checkpoint={run_folder}", "quantization=fp8_block", *few)
+    assert code == 0
+    assert "modules run without FP8 tensor cores (by dequantize)" in printed.replace("\n", " ")
+    quantization = results(tmp_path)["policy"]["features"]["quantization"]
+    assert {row["kernel"] for row in quantization["converted"]} == {"dequantize"}
+    assert all(".language_model.layers." in row["path"] for row in quantization["converted"])
+    code, _, _ = evaluate(tmp_path / "plain", f"checkpoint={run_folder}", *few)
+    assert code == 0
+    (quantized,), (plain,) = results(tmp_path)["episodes"], results(tmp_path / "plain")["episodes"]
+    assert quantized["sum_reward"] != plain["sum_reward"]
+    assert quantized["sum_reward"] == pytest.approx(plain["sum_reward"], rel=0.05)
+    code, _, error = evaluate(tmp_path / "strict", f"checkpoint={run_folder}", "quantization=fp8_block", *few,
+                              "quantization.options.strict=true")  # fmt: skip
+    assert code == 1
+    assert "strict=true, and" in error
+    assert "Traceback" not in error
+
+
 def test_the_wrong_prompt_of_one_task_comes_from_the_training_data(
     evaluate: Command, run_folder: Path, tmp_path: Path
 ) -> None:

@@ -26,7 +26,8 @@ REAL_HEAD_DIMS = {"pi05": 256, "groot": 128}  # of the language model at the rea
 def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis) -> list[str]:
     """Every fault of this installation that stops a run of ``config``."""
     faults = [*_versions(diagnosis.versions), *_plugins(config, registry), *_patches(config)]
-    faults += [*_implementations(config, registry), *_precision(config, registry), *_gpu_simulators(config)]
+    faults += [*_implementations(config, registry), *_precision(config, registry), *_quantization(config, registry)]
+    faults += _gpu_simulators(config)
     if diagnosis.machine is not None:
         faults += _machine(config, diagnosis.machine)
     return faults
@@ -109,6 +110,17 @@ def _precision(config: DictConfig, registry: PluginRegistry) -> Iterator[str]:
     emulated = problem is not None and problem.startswith("emulated")
     if problem and (not emulated or _select(config, "precision.options.strict")):
         yield f"precision {name!r}: {problem}"
+
+
+def _quantization(config: DictConfig, registry: PluginRegistry) -> Iterator[str]:
+    """A quantizer that is not there, or options that it does not take."""
+    name, options = _select(config, "quantization.name"), _select(config, "quantization.options")
+    if name in (None, "none"):
+        return
+    try:
+        registry.build("quantizers", name, dict(options or {}))
+    except ValueError as error:
+        yield f"quantization {name!r}: {error}"
 
 
 def _named_problem(registry: PluginRegistry, kind: str, name: str, target: AttentionTarget) -> str | None:

@@ -79,6 +79,8 @@ def loaded_policy(source: ModelFolder, env_cfg: EnvConfig, choices: PolicyChoice
         notes = require_fitting_features(policy_cfg, env_cfg, _rename_map(pre))
         policy = make_policy(cfg=policy_cfg, env_cfg=env_cfg, rename_map=_rename_map(pre)).eval()
         features = stack.enter_context(_features(policy, cfg, source))
+        fallback = features.get("quantization", {}).get("fallback")
+        notes += [] if fallback is None else [f"{fallback}."]
         description = {
             "type": policy_type,
             "model": source.model,
