@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,20 @@ from embodix.evaluation.quantized_folder import (
     require_place,
     require_whole_model,
 )
+from embodix.policies.language_model_export import export_language_model
 from embodix.policies.planned_conversion import PlannedConversion, Recipe, UnusedHeads, plan_conversion
 from embodix.policies.skeleton import policy_skeleton, unfed_config
 from embodix.quantization.accuracy import sqnr_db
 from embodix.quantization.blocks import ScaledWeight
 from embodix.quantization.conversion import write_weights
+from embodix.quantization.file_format import QuantizedWeights
 from embodix.quantization.tensor_file import TensorFiles
 from embodix.report.manifest import write_text_atomically
 from embodix.training.run import merge_overrides
 
 QUANTIZER = "fp8_block"
 REST_DTYPES = {"keep": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+LANGUAGE_MODEL_FOLDER = "language_model"
 UNUSED_HEADS: tuple[UnusedHeads, ...] = ("keep", "quantize", "drop")
 
 
@@ -130,6 +134,8 @@ class _Quantization:
         require_whole_model(self._folder)
         if cfg.sizes == "also":
             require_place(self._folder, self._output, overwrite=cfg.overwrite)
+            if isinstance(cfg.export_language_model, str) and Path(cfg.export_language_model).exists():
+                raise ValueError(f"export_language_model={cfg.export_language_model} exists. Give another folder.")
 
     def run(self) -> dict[str, Any]:
         """Plan, count, pass the gate, write."""
@@ -156,7 +162,26 @@ class _Quantization:
             write_weights(tensors, planned.plan, folder, measure)
             add_sqnr(record, noise)
             record["output"] = str(self._output)
+            if self._cfg.export_language_model:
+                record["language_model"] = self._export(planned, folder)
             _write_record(record, folder)
+
+    def _export(self, planned: PlannedConversion, folder: Path) -> dict[str, Any]:
+        """The language model alone, in a folder of its own."""
+        chosen, dtype = self._cfg.export_language_model, self._choices.recipe.rest_dtype
+        with ExitStack() as stack:
+            weights = stack.enter_context(QuantizedWeights(folder))
+            place = folder / LANGUAGE_MODEL_FOLDER
+            if chosen is not True:
+                place = stack.enter_context(finished_folder(Path(chosen)))
+            exported = export_language_model(planned.policy, planned.policy_type, weights, place, dtype)
+        return {
+            "folder": str(self._output / LANGUAGE_MODEL_FOLDER if chosen is True else chosen),
+            "architecture": exported.architecture,
+            "num_quantized": exported.num_quantized,
+            "in_high_precision": exported.ragged,
+            "dtype": str(exported.dtype).removeprefix("torch."),
+        }
 
 
 def _local(source: ModelFolder) -> ModelFolder:

@@ -11,7 +11,7 @@ LeRobot stops instead of taking the FP8 values for weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -148,13 +148,18 @@ class QuantizedWeights:
             )
         return ScaledWeight(values, scale_inv, self.config.block)
 
-    def state(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model by name, in alphabetical order, one in memory at a time.
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor of the file by name."""
+        return self._files.specs
+
+    def state(self, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[tuple[str, Tensor]]:
+        """Every wanted tensor of the model by name, in alphabetical order, one in memory at a time.
 
         Quantized weights are in ``dtype``, others as the file has them, dropped ones zeros that take no memory.
         """
         stored = set(self._files.specs) - {module + SCALE for module in self.modules}
-        for name in sorted(stored | set(self.dropped)):
+        for name in filter(wanted, sorted(stored | set(self.dropped))):
             module = name.removesuffix(WEIGHT)
             if name in self.dropped:
                 spec = self.dropped[name]

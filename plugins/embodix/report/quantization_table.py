@@ -74,4 +74,15 @@ def _sentences(record: Mapping[str, Any]) -> list[str]:
         sentences.append(f"Dropped, as nothing reads them: {names}.")
     if "output" in record:
         sentences.append(f"Written: {record['output']}. Evaluate it as the original: lerobot eval checkpoint=...")
+    if "language_model" in record:
+        sentences.append(_language_model_sentence(record["language_model"]))
     return sentences
+
+
+def _language_model_sentence(exported: Mapping[str, Any]) -> str:
+    ragged = exported["in_high_precision"]
+    kept = f"; {count(len(ragged), 'layer')} in high precision, no multiple of the block" if ragged else ""
+    return (
+        f"Language model alone: {exported['folder']} ({exported['architecture']} of transformers, "
+        f"{exported['num_quantized']} layers in FP8, the rest in {exported['dtype']}{kept})."
+    )
