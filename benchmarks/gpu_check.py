@@ -5,6 +5,7 @@
    Qwen3, SigLIP and GR00T's DiT, with its time for one π0.5 layer.
 2. π0.5 and GR00T-N1.5 in bf16, reduced and real size, packed against upstream: loss, gradients and time of forward +
    backward, and peak memory. GR00T's prompts have one length, since upstream attends to the padding of shorter ones.
+3. Block-scaled FP8 (`gpu_fp8.py`): products on tensor cores against float32, inference against bf16.
 
     python benchmarks/gpu_check.py --output benchmarks/results
 
@@ -16,14 +17,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_fp8
 import torch
-from torch import nn
+from gpu_policies import PROMPT_LENGTHS, REDUCED_GROOT, attempt, groot_of, real_pi05, reduced_pi05, seconds_of
 
 from embodix.attention import Segments
 from embodix.attention.backend import AttentionBackend
@@ -38,7 +39,7 @@ from embodix.policies.settings import FastPathSettings, PolicyWrapper
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.testing import groot
 from embodix.testing.errors import compare_gradients, gradients_of, relative_error
-from embodix.testing.pi05 import meta_pi05, random_batch, randomise_adaptive_norms, small_pi05
+from embodix.testing.pi05 import random_batch
 
 BACKENDS: tuple[Callable[[], AttentionBackend], ...] = (
     FlashAttention2,
@@ -47,71 +48,8 @@ BACKENDS: tuple[Callable[[], AttentionBackend], ...] = (
     Flex,
     SegmentSdpa,
 )
-PROMPT_LENGTHS = (45, 52, 58, 65)
 HEAD_DIMS = (256, 128, 72, 48)
-TIME_LIMIT_SECONDS = 420
-REDUCED = {
-    "vision": {
-        "hidden_size": 288,
-        "intermediate_size": 1076,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "patch_size": 14,
-    },
-    "language": {
-        "width": 512,
-        "depth": 6,
-        "mlp_dim": 4096,
-        "num_heads": 8,
-        "num_kv_heads": 1,
-        "head_dim": 64,
-        "vocab_size": 32144,
-    },
-    "action_expert": {
-        "width": 256,
-        "depth": 6,
-        "mlp_dim": 1024,
-        "num_heads": 8,
-        "num_kv_heads": 1,
-        "head_dim": 64,
-    },
-}
-REDUCED_GROOT = {
-    "vision": REDUCED["vision"] | {"image_size": 224, "intermediate_size": 1076},
-    "language": {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "vocab_size": 32144,
-    },
-    "vl_self_attention": {"num_layers": 2, "num_attention_heads": 8, "attention_head_dim": 64},
-    "action_head": {
-        "num_layers": 6,
-        "num_attention_heads": 8,
-        "attention_head_dim": 48,
-        "hidden_size": 256,
-        "num_future_tokens": 32,
-        "num_embodiments": 32,
-        "num_inference_timesteps": 4,
-    },
-}
-
-
-def seconds_of(run: Callable[[], Any], repetitions: int = 10) -> float:
-    """Median wall seconds of a call, device included, after two warm-up calls."""
-    for _ in range(2):
-        run()
-    times = []
-    for _ in range(repetitions):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+TIME_LIMIT_SECONDS = 240
 
 
 def check_backend(make: Callable[[], AttentionBackend], head_dim: int) -> dict[str, Any]:
@@ -145,32 +83,6 @@ def check_backend(make: Callable[[], AttentionBackend], head_dim: int) -> dict[s
         row[name] = {part: relative_error(got, wanted) for part, got, wanted in pairs}
         seconds += seconds_of(lambda run=run: run(backend))
     return {**row, "milliseconds_a_layer": seconds * 1e3}
-
-
-def real_pi05(**config: Any) -> Any:
-    """π0.5 in its real size on the GPU with random weights, drawn there: the host never holds it."""
-    policy = meta_pi05(**config)
-    policy.config.device = "cuda"
-    policy.to_empty(device="cuda")
-    initialise(policy)
-    policy.train()
-    return policy
-
-
-@torch.no_grad()
-def initialise(policy: Any) -> None:
-    """Give every parameter and buffer of a policy without storage a value."""
-    for module in policy.modules():
-        for parameter in module.parameters(recurse=False):
-            parameter.normal_(std=0.02)
-        if isinstance(module, nn.LayerNorm):
-            module.reset_parameters()
-        for name, buffer in module.named_buffers(recurse=False):
-            if name == "position_ids":
-                buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
-            else:
-                buffer.copy_(module.compute_default_rope_parameters(module.config, "cpu")[0])
-    randomise_adaptive_norms(policy)
 
 
 def check_policy(
@@ -221,9 +133,7 @@ def pi05_case(build: Callable[[], Any]) -> Case:
 
 def groot_case(architecture: dict[str, Any], tuned: bool) -> Case:
     def check(backend: AttentionBackend) -> dict[str, Any]:
-        sizes = {"max_state_dim": 64, "max_action_dim": 32, "action_dim": 7, "tune_llm": tuned, "tune_visual": tuned}
-        with torch.device("cuda"):
-            policy = groot.small_groot({**architecture, "dropout": 0.0}, device="cuda", use_bf16=True, **sizes)
+        policy = groot_of(architecture, tuned)
         batch = groot.random_batch(policy, [55] * len(PROMPT_LENGTHS), [2] * len(PROMPT_LENGTHS))
         return check_policy(policy, batch, GrootN15Wrapper(), backend)
 
@@ -232,18 +142,8 @@ def groot_case(architecture: dict[str, Any], tuned: bool) -> Case:
 
 def policy_cases(device_bytes: int) -> dict[str, tuple[int, Case]]:
     """Head size and check of what fits this device; π0.5 with two cameras of three, GR00T with two."""
-    reduced = {
-        "image_size": 224,
-        "dtype": "bfloat16",
-        "device": "cuda",
-        "empty_cameras": 1,
-        "chunk_size": 50,
-        "n_action_steps": 50,
-        "max_action_dim": 32,
-        "action_dim": 7,
-    }
     chosen = {
-        "pi05 reduced": (256, pi05_case(lambda: small_pi05(REDUCED, **reduced))),
+        "pi05 reduced": (256, pi05_case(reduced_pi05)),
         "groot reduced, tuned": (128, groot_case(REDUCED_GROOT, tuned=True)),
     }
     if device_bytes > 40 * 2**30:
@@ -275,14 +175,6 @@ def run_checks(record: dict[str, Any]) -> None:
             torch.cuda.empty_cache()
 
 
-def attempt(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A check's row, or what stopped it: one kernel that fails must not hide the others."""
-    try:
-        return check()
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
@@ -290,18 +182,22 @@ def main() -> None:
     options = parser.parse_args()
     require_quotable(options.allow_dirty)
     record: dict[str, Any] = {
-        "title": "π0.5, GR00T-N1.5 and their attention backends on a CUDA device",
+        "title": "π0.5, GR00T-N1.5, their attention backends and FP8 on a CUDA device",
         "measured": torch.cuda.is_available(),
         "attention": [],
         "policies": [],
+        "fp8_products": [],
+        "fp8_inference": [],
     }
     if record["measured"]:
         run_checks(record)
+        gpu_fp8.run_checks(record)
     else:
         record["why_not"] = "no CUDA device"
         print("gpu_check: no CUDA device; nothing was measured.")
     write_benchmark(options.output / "gpu_check", record, options.allow_dirty)
-    failed = [row for row in [*record["attention"], *record["policies"]] if "failed" in row]
+    rows = [row for section in record.values() if isinstance(section, list) for row in section]
+    failed = [row for row in rows if "failed" in row]
     raise SystemExit(1 if failed else 0)
 
 

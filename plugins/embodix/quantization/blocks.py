@@ -118,7 +118,8 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, in
 
 
 def _clipped(block: tuple[int, int], shape: tuple[int, int]) -> tuple[int, int]:
-    return min(block[0], shape[0]), min(block[1], shape[1])
+    """A block that is no larger than the matrix, which may have no rows."""
+    return min(block[0], max(1, shape[0])), min(block[1], shape[1])
 
 
 def _require_matrix(weight: Tensor, block: tuple[int, int]) -> None:
