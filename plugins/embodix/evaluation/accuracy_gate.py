@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from embodix import plugins
 from embodix.evaluation.accuracy_probe import AccuracyProbe, Recording
+from embodix.evaluation.format_table import formats_of_layers
 from embodix.evaluation.held_out import HeldOutBatches
 from embodix.evaluation.yardstick import WORDS, compute_dtype, other_precision
 from embodix.policies.settings import FastPathSettings
@@ -59,6 +60,7 @@ class GateResult:
         rules: the verdicts.
         samples: where the samples come from, in words.
         num_episodes: that they are from.
+        formats: FP8 formats side by side on the converted layers, see ``formats_of_layers``.
     """
 
     comparison: Comparison
@@ -68,6 +70,7 @@ class GateResult:
     rules: list[RuleResult]
     samples: str
     num_episodes: int
+    formats: Mapping[str, Any]
 
     @property
     def failures(self) -> list[str]:
@@ -94,6 +97,7 @@ class GateResult:
             "comparison": self.comparison.to_json(),
             "yardstick": self.yardstick.to_json(),
             "recipe": dict(self.recipe),
+            "formats": dict(self.formats),
         }
 
 
@@ -156,6 +160,8 @@ def run_low_precision_gate(
         comparison = dataclasses.replace(_with_weights(compared, weights), outside=outside)
         pair = (reference, other_recording) if own is torch.float32 else (other_recording, reference)
         yardstick = probe.compare(*pair, (WORDS[torch.float32], WORDS[torch.bfloat16]), samples.action_names)
+        originals = {path: weight for path, weight in _weights(policy) if path in weights}
+        formats = formats_of_layers(originals, reference.layers)
     assert {own, other} == set(WORDS)
     numbers = numbers_of(recipe)
     return GateResult(
@@ -166,6 +172,7 @@ def run_low_precision_gate(
         rules=judge(comparison, numbers, settings.thresholds),
         samples=samples.description,
         num_episodes=len(set(samples.episodes)),
+        formats=formats,
     )
 
 

@@ -10,6 +10,7 @@ network, not what it reaches.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -162,7 +163,8 @@ RULES = (
         "at least",
         "-10 * log10(4 * noise * order)",
         "Each of the converted modules up to this one adds the noise of one product. A gated MLP multiplies two "
-        "projections of the same input, so that the input's relative error doubles: four times its mean square.",
+        "projections of the same input, so that the input's relative error doubles: four times its mean square. Loose "
+        "in a deep model, where residual streams dilute errors: there the action chunk decides.",
     ),
     Rule(
         "gradient_sqnr",
@@ -170,8 +172,8 @@ RULES = (
         "dB",
         "at least",
         "-10 * log10(loss_noise + 4 * (2 * noise + gradient_noise) * num_layers)",
-        "The gradient starts from the residual, whose relative mean square error is loss_noise, and passes each product "
-        "at most once forward and once backward; 4 as for the outputs.",
+        "The gradient starts from the residual, whose relative mean square error is loss_noise, and passes each "
+        "product at most once forward and once backward; 4 as for the outputs.",
     ),
     Rule(
         "weight_gradient_sqnr",
@@ -214,14 +216,15 @@ class RuleResult:
 
     @property
     def worst(self) -> Verdict | None:
-        """The verdict with the least to spare."""
-        sign = 1 if self.rule.bound == "at least" else -1
+        """The verdict with the least to spare; of ceilings, in units of the ceiling."""
+        return min(self.verdicts, key=lambda verdict: (verdict.passed, self._spare(verdict)), default=None)
 
-        def spare(verdict: Verdict) -> float:
-            margin = sign * (verdict.value - verdict.threshold)
-            return -math.inf if math.isnan(margin) else margin
-
-        return min(self.verdicts, key=lambda verdict: (verdict.passed, spare(verdict)), default=None)
+    def _spare(self, verdict: Verdict) -> float:
+        if math.isnan(verdict.value):
+            return -math.inf
+        if self.rule.bound == "at least":
+            return verdict.value - verdict.threshold
+        return (verdict.threshold - verdict.value) / (verdict.threshold or 1.0)
 
     def failures(self) -> list[str]:
         """A sentence for each failing verdict: rule, value, threshold and formula."""
@@ -327,7 +330,7 @@ def _number(value: float, rule: Rule) -> str:
 
 
 def rules_to_json(results: list[RuleResult]) -> list[dict[str, Any]]:
-    """The results as rows: the worst subject of each rule, and how many there are and fail."""
+    """The results as rows: the worst subject of each rule, how many there are and fail, and all of them."""
     rows = []
     for result in results:
         worst = result.worst
@@ -340,6 +343,7 @@ def rules_to_json(results: list[RuleResult]) -> list[dict[str, Any]]:
             "subject": worst.subject if worst else None,
             "value": worst.value if worst else None,
             "threshold": worst.threshold if worst else None,
+            "verdicts": [dataclasses.asdict(verdict) for verdict in result.verdicts],
         }
         rows.append(plain_numbers(row))
     return rows
