@@ -143,6 +143,7 @@ def formats_sentence(formats: Mapping[str, Any]) -> str:
     return (
         f"{matters} The widest range of a weight, its largest value over its root mean square, is "
         f"{formats['widest_range']:.3g}; one scale a tensor gives a mean error of "
-        f"{percent(tensor['weight_error'], 2)}, blocks {percent(block['weight_error'], 2)}. Blocks matter from a range of about 10 000 on, where one large "
-        "weight pushes all others out of the format; then they confine the loss to its block."
+        f"{percent(tensor['weight_error'], 2)}, blocks {percent(block['weight_error'], 2)}. Blocks matter from a range "
+        "of about 10 000 on, where one large weight pushes all others out of the format; then they confine the loss to "
+        "its block."
     )
