@@ -206,3 +206,36 @@ def test_a_sweep_over_options_writes_a_folder_each(
     assert code == 0, error
     sizes = [(tmp_path / "out" / str(job) / "model.safetensors").stat().st_size for job in (0, 1)]
     assert sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("policy_type", RUNS)
+def test_the_gate_is_passed_before_anything_is_written(
+    quantize: Command, runs: dict[str, Path], tmp_path: Path, policy_type: str
+) -> None:
+    out, few = tmp_path / "out", ("gate.num_samples=4", "gate.batch_size=2")
+    code, _, error = quantize(runs[policy_type], out, "--gate", *few, "+gate.thresholds.chunk_cosine=1.1")
+    assert code == 1
+    assert "The accuracy gate failed, so nothing was written:" in error
+    assert "cosine of the action chunk" in error
+    assert not [path for path in tmp_path.iterdir() if path.name != "command"]
+    measured = json.loads((tmp_path / "command" / "quantize.json").read_text())
+    assert measured["gate"]["passed"] is False
+    assert (tmp_path / "command" / "quantize.html").is_file()
+    # A policy of one step has small denoising velocities, beside which rounding is larger than in a trained one.
+    lenient = ("+gate.thresholds.step_cosine=0.999", "quantization.options.activations=high")
+    code, printed, error = quantize(runs[policy_type], out, "--gate", *few, *lenient)
+    assert code == 0, error
+    assert "Accuracy gate passed" in printed
+    record = json.loads((out / "quantize.json").read_text())
+    assert record["gate"]["passed"] is True
+    assert record["gate"]["recipe"]["activations"] == record["quantization"]["options"]["activations"] == "high"
+    assert "quantization.options.activations=high" in find_model(out).overrides
+
+
+def test_the_language_model_is_not_exported_without_whole_blocks(
+    quantize: Command, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    code, _, error = quantize(runs["groot"], tmp_path / "out", "export_language_model=true")
+    assert code == 1
+    assert "takes weights of whole blocks of (128, 128) only" in error
+    assert not [path for path in tmp_path.iterdir() if path.name != "command"]

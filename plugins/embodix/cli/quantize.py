@@ -27,12 +27,14 @@ def quantize_task(cfg: DictConfig) -> float:
     if cfg.strict_plugins:  # before the host is imported, which takes long
         plugins.registry().require_healthy()
 
-    from embodix.evaluation.quantize import run_quantization
+    from embodix.evaluation.quantize import PAGE_FILE, run_quantization
     from embodix.report.quantization_table import print_quantization
 
     hydra_cfg = HydraConfig.get()
-    record = run_quantization(cfg, list(hydra_cfg.overrides.task), Path(hydra_cfg.runtime.output_dir))
+    output_dir = Path(hydra_cfg.runtime.output_dir)
+    record = run_quantization(cfg, list(hydra_cfg.overrides.task), output_dir)
     print_quantization(record)
+    print(f"Page: {output_dir / PAGE_FILE}")
     return float(record["sizes"]["total"]["reduction"])
 
 

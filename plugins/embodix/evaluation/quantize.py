@@ -14,6 +14,8 @@ import torch
 from huggingface_hub import snapshot_download
 from omegaconf import DictConfig, OmegaConf
 
+from embodix import plugins
+from embodix.evaluation.gate_checkpoint import gate_checkpoint
 from embodix.evaluation.model_folder import ModelFolder, find_model
 from embodix.evaluation.policy_loading import policy_config, prepared_host
 from embodix.evaluation.quantization_record import add_sqnr, quantization_record
@@ -31,14 +33,23 @@ from embodix.quantization.accuracy import sqnr_db
 from embodix.quantization.blocks import ScaledWeight
 from embodix.quantization.conversion import write_weights
 from embodix.quantization.file_format import QuantizedWeights
+from embodix.quantization.selection import PATHS
 from embodix.quantization.tensor_file import TensorFiles
 from embodix.report.manifest import write_text_atomically
+from embodix.report.quantization_page import render_quantization
+from embodix.report.wording import memory
+from embodix.schema.gate import GateSettings
 from embodix.training.run import merge_overrides
 
 QUANTIZER = "fp8_block"
 REST_DTYPES = {"keep": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 LANGUAGE_MODEL_FOLDER = "language_model"
+PAGE_FILE = "quantize.html"
 UNUSED_HEADS: tuple[UnusedHeads, ...] = ("keep", "quantize", "drop")
+
+
+class GateFailedError(ValueError):
+    """The quantized policy acts too differently from the original."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ def run_quantization(cfg: DictConfig, overrides: Sequence[str], output_dir: Path
     Args:
         cfg: the composed ``quantize`` config.
         overrides: the Hydra overrides of this command.
-        output_dir: for ``quantize.json``, also where the gate fails.
+        output_dir: for ``quantize.json`` and its page ``quantize.html``, also where the gate fails.
 
     Returns:
         The record, as ``quantize.json`` holds it.
@@ -101,9 +112,8 @@ def run_quantization(cfg: DictConfig, overrides: Sequence[str], output_dir: Path
         ValueError: a mistake in the config or the checkpoint, or a gate that fails; nothing is written then.
     """
     choices = QuantizeChoices.of(cfg, overrides)
-    record = _count_policy(cfg, choices) if cfg.checkpoint is None else _Quantization(cfg, choices).run()
-    output_dir.mkdir(parents=True, exist_ok=True)
-    _write_record(record, output_dir)
+    record = _count_policy(cfg, choices) if cfg.checkpoint is None else _Quantization(cfg, choices, output_dir).run()
+    _write_results(record, output_dir)
     return record
 
 
@@ -125,13 +135,19 @@ def _count_policy(cfg: DictConfig, choices: QuantizeChoices) -> dict[str, Any]:
 class _Quantization:
     """The conversion of one checkpoint."""
 
-    def __init__(self, cfg: DictConfig, choices: QuantizeChoices) -> None:
-        self._cfg, self._choices = cfg, choices
+    def __init__(self, cfg: DictConfig, choices: QuantizeChoices, output_dir: Path) -> None:
+        self._cfg, self._choices, self._output_dir = cfg, choices, output_dir
         self._source = _local(find_model(cfg.checkpoint))
         self._folder, self._output = Path(self._source.model), Path(cfg.output)
         if self._source.is_quantized:
             raise ValueError(f"checkpoint={cfg.checkpoint} is quantized already; give the one that it was made from.")
         require_whole_model(self._folder)
+        policy_type = self._source.policy_type()
+        if policy_type not in PATHS:
+            raise ValueError(
+                f"lerobot quantize knows the language models of {' and '.join(PATHS)}; checkpoint={cfg.checkpoint} "
+                f"holds a policy of type {policy_type!r}."
+            )
         if cfg.sizes == "also":
             require_place(self._folder, self._output, overwrite=cfg.overwrite)
             if isinstance(cfg.export_language_model, str) and Path(cfg.export_language_model).exists():
@@ -141,13 +157,43 @@ class _Quantization:
         """Plan, count, pass the gate, write."""
         policy_type = self._source.policy_type()
         run_cfg = self._source.compose_run(policy_type, [])
-        with TensorFiles(self._folder) as tensors, prepared_host(self._source, run_cfg, self._cfg.tokenizer.directory):
-            policy = policy_skeleton(policy_config(self._source, {}), self._source.architecture)
+        with TensorFiles(self._folder) as tensors:
+            with prepared_host(self._source, run_cfg, self._cfg.tokenizer.directory):
+                policy = policy_skeleton(policy_config(self._source, {}), self._source.architecture)
             planned = plan_conversion(policy, policy_type, self._choices.recipe, tensors.specs)
             record = quantization_record(planned, str(self._folder), self._choices.to_json(), self._choices.options)
+            if self._cfg.gate.enabled:
+                self._pass_gate(run_cfg, record)
             if self._cfg.sizes == "also":
-                self._write(tensors, planned, record)
+                try:
+                    self._write(tensors, planned, record)
+                except OSError as error:
+                    needed = memory(planned.sizes.total.bytes_after)
+                    raise ValueError(
+                        f"{self._output} could not be written: {error}. Nothing of it was left; it takes {needed}."
+                    ) from error
         return record
+
+    def _pass_gate(self, run_cfg: DictConfig, record: dict[str, Any]) -> None:
+        """Compare the policy with its quantized self and record it.
+
+        Raises:
+            GateFailedError: a rule is broken; the record and its page show what was measured.
+        """
+        settings: Any = OmegaConf.to_container(self._cfg.gate, resolve=True)
+        del settings["enabled"]
+        quantizer = plugins.build("quantizers", QUANTIZER, self._choices.options)
+        device: Any = {"device": self._cfg.policy.device}
+        tokenizer = self._cfg.tokenizer.directory
+        result = gate_checkpoint(self._source, run_cfg, quantizer, GateSettings(**settings), device, tokenizer)
+        record["gate"] = result.to_json()
+        if not result.passed:
+            _write_results(record, self._output_dir)
+            failures = "\n".join(f"  {failure}" for failure in result.failures)
+            raise GateFailedError(
+                f"The accuracy gate failed, so nothing was written:\n{failures}\nAll that was measured: "
+                f"{self._output_dir / PAGE_FILE}. gate.thresholds changes a rule."
+            )
 
     def _write(self, tensors: TensorFiles, planned: PlannedConversion, record: dict[str, Any]) -> None:
         recorded = self._source.recorded_overrides(planned.policy_type)
@@ -190,6 +236,12 @@ def _local(source: ModelFolder) -> ModelFolder:
         return source
     folder = Path(snapshot_download(source.model))
     return ModelFolder(str(folder), folder)
+
+
+def _write_results(record: dict[str, Any], output_dir: Path) -> None:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    _write_record(record, output_dir)
+    write_text_atomically(output_dir / PAGE_FILE, render_quantization(record))
 
 
 def _write_record(record: dict[str, Any], folder: Path) -> None:

@@ -72,6 +72,10 @@ def _sentences(record: Mapping[str, Any]) -> list[str]:
     if quantization["dropped"]:
         names = ", ".join(tensor["name"] for tensor in quantization["dropped"])
         sentences.append(f"Dropped, as nothing reads them: {names}.")
+    if record["gate"]:
+        gate = record["gate"]
+        verdict = "passed" if gate["passed"] else "failed"
+        sentences.append(f"Accuracy gate {verdict}: {count(len(gate['rules']), 'rule')} judged, each in quantize.json.")
     if "output" in record:
         sentences.append(f"Written: {record['output']}. Evaluate it as the original: lerobot eval checkpoint=...")
     if "language_model" in record:
