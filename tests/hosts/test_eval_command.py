@@ -137,11 +137,11 @@ def test_upstreams_own_features_are_one_override_away(evaluate: Command, run_fol
     assert results(tmp_path)["env"]["task"] == "reach-v3"
 
 
-@pytest.mark.parametrize("attention", ["auto", "upstream"])
+@pytest.mark.parametrize("computation", ["+plugin=embodix", "+plugin=none"])
 def test_a_checkpoint_is_evaluated_in_fp8(
-    attention: str, evaluate: Command, run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    computation: str, evaluate: Command, run_folder: Path, tmp_path: Path
 ) -> None:
-    few = ["+env.task=reach-v3", "eval.videos=0", "eval.n_episodes=1", f"attention={attention}"]
+    few = ["+env.task=reach-v3", "eval.videos=0", "eval.n_episodes=1", computation]
     code, printed, _ = evaluate(tmp_path, f"checkpoint={run_folder}", "quantization=fp8_block", *few)
     assert code == 0
     assert "modules run without FP8 tensor cores (by dequantize)" in printed.replace("\n", " ")

@@ -170,3 +170,10 @@ def test_what_is_not_defined_raises(linear, tmp_path):
     with pytest.raises(ValueError, match="no gradient"):
         linear.requires_grad_(True)
     assert linear.requires_grad_(False) is linear
+
+
+def test_compilers_trace_through_it(linear):
+    x = drawn(4, 130, seed=2)
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), linear(x), rtol=1e-6, atol=1e-6)

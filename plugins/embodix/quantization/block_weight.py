@@ -68,7 +68,7 @@ class BlockScaledWeight(torch.Tensor):
             raise ValueError("FP8 weights have no gradient. Uninstall the quantization to train; precision=fp8 trains.")
         return super().requires_grad_(False)
 
-    def untyped_storage(self) -> Any:
+    def storage(self) -> Any:
         """
         Raises:
             RuntimeError: there is no one storage; safetensors, for one, asks for it.
@@ -77,8 +77,6 @@ class BlockScaledWeight(torch.Tensor):
             "A weight in block-scaled FP8 has no storage of its own, so upstream can't save it. `lerobot quantize` "
             "writes quantized checkpoints; uninstall the quantization to save the policy as it was."
         )
-
-    storage = untyped_storage  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["e4m3", "scale_inv"], (self.scaled.block, self.dtype, self.kernel)
