@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from embodix.quantization import conversion
+from embodix.quantization.accuracy import sqnr_db
 from embodix.quantization.blocks import FLOAT8, quantize_blocks
 from embodix.quantization.conversion import ConversionPlan, modules_left_out, write_weights
 from embodix.quantization.file_format import (
@@ -269,3 +271,32 @@ def test_modules_left_out_are_named_by_the_shortest_beginning() -> None:
     assert modules_left_out(skipped, converted) == ("m.vision", "m.text.head", "m.text.layers.10")
     with pytest.raises(ValueError, match="is the beginning of a converted one's"):
         modules_left_out(["m.text.layers.1"], converted)
+
+
+@pytest.mark.parametrize("shape", [(200, 300), (128, 128), (1000, 130), (5, 7)])
+def test_some_rows_at_a_time_give_the_same(
+    shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights too large to be quantized at once are taken in rows of blocks."""
+    monkeypatch.setattr(conversion, "NUM_WEIGHTS_AT_A_TIME", 2 * 128 * 130)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    save_file({"x.weight": weight}, tmp_path / WEIGHTS_FILE)
+    plan = ConversionPlan({"x.weight": "x.weight"}, {"x": torch.float32}, (), None, BlockConfig())
+    (tmp_path / "out").mkdir()
+    noise: list[float] = []
+    with TensorFiles(tmp_path) as source:
+        write_weights(
+            source, plan, tmp_path / "out", lambda _, *pair: noise.append(conversion.sqnr_of_weight_db(*pair))
+        )
+    _write_config(tmp_path / "out", BlockConfig().to_json())
+    wanted = quantize_blocks(weight)
+    with QuantizedWeights(tmp_path / "out") as weights:
+        stored = weights.scaled_weight("x")
+    assert torch.equal(stored.values.view(torch.uint8), wanted.values.view(torch.uint8))
+    assert torch.equal(stored.scale_inv, wanted.scale_inv)
+    assert noise == [pytest.approx(sqnr_db(weight, wanted.dequantize(torch.float32)))]
+
+
+def test_a_weight_of_zeros_is_exact() -> None:
+    zeros = torch.zeros(3, 4)
+    assert conversion.sqnr_of_weight_db(zeros, quantize_blocks(zeros)) == float("inf")

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from embodix.policies.planned_conversion import PlannedConversion
+from embodix.quantization.accuracy import EXACT
 from embodix.quantization.blocks import BLOCK
 from embodix.quantization.file_format import SCALE, WEIGHT
 from embodix.quantization.selection import ModuleChoice
@@ -53,7 +55,8 @@ def quantization_record(
 def add_sqnr(record: dict[str, Any], sqnr_db: Mapping[str, float]) -> None:
     """Add the signal-to-quantization-noise ratio of each converted module's weight, once it was written."""
     for module in record["quantization"]["converted"]:
-        module["sqnr_db"] = round(sqnr_db[module["path"]], 2)
+        ratio = sqnr_db[module["path"]]
+        module["sqnr_db"] = EXACT if math.isinf(ratio) else round(ratio, 2)
 
 
 def _converted(choice: ModuleChoice, planned: PlannedConversion) -> dict[str, Any]:

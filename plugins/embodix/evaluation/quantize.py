@@ -29,9 +29,8 @@ from embodix.evaluation.quantized_folder import (
 from embodix.policies.language_model_export import export_language_model
 from embodix.policies.planned_conversion import PlannedConversion, Recipe, UnusedHeads, plan_conversion
 from embodix.policies.skeleton import policy_skeleton, unfed_config
-from embodix.quantization.accuracy import sqnr_db
 from embodix.quantization.blocks import ScaledWeight
-from embodix.quantization.conversion import write_weights
+from embodix.quantization.conversion import sqnr_of_weight_db, write_weights
 from embodix.quantization.file_format import QuantizedWeights
 from embodix.quantization.selection import PATHS
 from embodix.quantization.tensor_file import TensorFiles
@@ -201,7 +200,7 @@ class _Quantization:
         noise: dict[str, float] = {}
 
         def measure(path: str, weight: torch.Tensor, scaled: ScaledWeight) -> None:
-            noise[path] = sqnr_db(weight, scaled.dequantize(torch.float32))
+            noise[path] = sqnr_of_weight_db(weight, scaled)
 
         with finished_folder(self._output) as folder:
             copy_model_files(self._folder, folder, planned.plan.config.to_json(), overrides)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embodix.quantization.blocks import FLOAT8, ScaledWeight, quantize_blocks, scale_shape
+from embodix.quantization.blocks import FLOAT8, ScaledWeight, dequantize_blocks, quantize_blocks, scale_shape
 from embodix.quantization.file_format import (
     CONFIG_KEY,
     DROPPED_KEY,
@@ -21,6 +22,8 @@ from embodix.quantization.file_format import (
     metadata_text,
 )
 from embodix.quantization.tensor_file import WEIGHTS_FILE, TensorFiles, TensorFileWriter, TensorSpec
+
+NUM_WEIGHTS_AT_A_TIME = 2**24
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,19 @@ def modules_left_out(skipped: Iterable[str], converted: Collection[str]) -> tupl
     return tuple(beginnings)
 
 
+def sqnr_of_weight_db(weight: Tensor, scaled: ScaledWeight) -> float:
+    """``accuracy.sqnr_db`` of a quantized weight, summed over some rows at a time; infinite where nothing changed."""
+    num_rows, block = rows_at_a_time(weight, scaled.block), scaled.block
+    signal = noise = 0.0
+    for first in range(0, weight.shape[0], num_rows):
+        values, first_block = scaled.values[first : first + num_rows], first // block[0]
+        scales = scaled.scale_inv[first_block : first_block + num_rows // block[0]]
+        rows = weight[first : first + num_rows].double()
+        signal += float(rows.square().sum())
+        noise += float((rows - dequantize_blocks(values, scales, block, torch.float32).double()).square().sum())
+    return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+
+
 def _is_converted(name: str, plan: ConversionPlan) -> bool:
     return name.endswith(WEIGHT) and name.removesuffix(WEIGHT) in plan.convert
 
@@ -124,7 +140,17 @@ def _rest_dtype(dtype: torch.dtype, plan: ConversionPlan) -> torch.dtype:
 
 
 def _quantize(name: str, weight: Tensor, block: tuple[int, int]) -> ScaledWeight:
+    """``quantize_blocks`` of some rows of blocks at a time, so that a vocabulary takes no multiple of its memory."""
     try:
-        return quantize_blocks(weight, block)
+        parts = [quantize_blocks(rows, block) for rows in weight.split(rows_at_a_time(weight, block))]
     except ValueError as error:
         raise ValueError(f"Tensor {name} can't be quantized: {error}") from error
+    if len(parts) == 1:
+        return parts[0]
+    values, scales = (torch.cat([getattr(part, field) for part in parts]) for field in ("values", "scale_inv"))
+    return ScaledWeight(values, scales, block)
+
+
+def rows_at_a_time(weight: Tensor, block: tuple[int, int]) -> int:
+    """Rows of whole blocks with about ``NUM_WEIGHTS_AT_A_TIME`` weights."""
+    return block[0] * max(1, NUM_WEIGHTS_AT_A_TIME // (block[0] * weight.shape[1]))

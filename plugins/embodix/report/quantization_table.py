@@ -66,7 +66,7 @@ def _sentences(record: Mapping[str, Any]) -> list[str]:
         f"{count(len(converted), 'module')} in FP8 (e4m3, one scale for {rows} × {columns}); {len(skipped)} in high "
         "precision, each with its reason in quantize.json."
     ]
-    noise = [module["sqnr_db"] for module in converted if "sqnr_db" in module]
+    noise = [module["sqnr_db"] for module in converted if isinstance(module.get("sqnr_db"), float)]
     if noise:
         sentences.append(f"Signal to quantization noise of the weights: {min(noise):.1f} to {max(noise):.1f} dB.")
     if quantization["dropped"]:
