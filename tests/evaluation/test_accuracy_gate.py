@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from embodix import plugins
-from embodix.evaluation.accuracy_gate import GateResult, recipe_numbers, run_gate
+from embodix.evaluation.accuracy_gate import GateResult, recipe_numbers, run_gate, run_low_precision_gate
 from embodix.evaluation.held_out import HeldOutBatches
 from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.pi05.wrapper import Pi05Wrapper
@@ -20,7 +20,9 @@ from embodix.policies.settings import FastPathSettings
 from embodix.quantization.block_weight import BlockScaledWeight
 from embodix.quantization.blocks import ScaledWeight, quantize_blocks
 from embodix.quantization.fp8_block import Fp8BlockQuantizer
+from embodix.quantization.precision.block_scaling import BlockScaledFp8
 from embodix.quantization.selection import choose_modules
+from embodix.quantization.thresholds import RecipeNumbers
 from embodix.schema.gate import GateSettings
 from embodix.testing import groot, pi05
 
@@ -289,6 +291,26 @@ def test_an_installed_fast_path_is_measured_as_it_is(policy, passed):
     finally:
         installation.uninstall()
     assert result.comparison == passed.comparison
+
+
+def test_a_training_precision_is_judged_by_its_gradients(policy):
+    precision, numbers = BlockScaledFp8(kernel="emulated"), RecipeNumbers(num_operands=2, num_gradient_operands=1)
+    policy_type = policy.config.type
+
+    def install() -> Any:
+        return precision.install(policy, policy_type, torch.device("cpu"))
+
+    result = run_low_precision_gate(
+        policy, policy_type, postprocess, held_out(policy), install, lambda _: numbers, SETTINGS
+    )
+    assert result.passed, result.failures
+    computed = [layer for layer in result.comparison.layers if layer.order is not None]
+    assert len(computed) == (16 if policy_type == "pi05" else 21)
+    assert all(layer.weight_gradient_cosine > 0.95 and layer.weight_gradient_db > 8 for layer in computed)
+    assert all(layer.weight_db is None for layer in computed)  # master weights are what they were
+    by_rule = {rule.rule.name: rule for rule in result.rules}
+    assert len(by_rule["weight_gradient_sqnr"].verdicts) == len(computed)
+    assert not by_rule["weight_sqnr"].verdicts
 
 
 def test_what_is_rounded_counts():
