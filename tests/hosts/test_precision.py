@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from embodix.quantization.precision import block_scaling
+from embodix.quantization.precision.block_rounding import BlockRoundedLinear
+from embodix.quantization.precision.block_scaling import EmulatedBlocks
+from embodix.quantization.precision.gemm_gate import GemmGate
 from embodix.report.steps import read_steps
-from embodix.testing.host_runs import small_run, train_here
+from embodix.testing.host_runs import small_groot_run, small_run, train_here
 from embodix.training.session import TrainingSession
 
 Weights = dict[str, torch.Tensor]
@@ -28,10 +33,10 @@ def run_of(demonstrations: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
     """The folder of a packed run of six steps with a checkpoint after three, trained once a choice of overrides."""
 
     @functools.cache
-    def train(*overrides: str) -> Path:
+    def train(*overrides: str, plugin: str = "embodix") -> Path:
         folder = tmp_path_factory.mktemp("precision") / "run"
         options = [f"train.steps={NUM_STEPS}", f"train.save_freq={HALF}", f"train.output_dir={folder}"]
-        train_here(small_run(demonstrations, "+plugin=embodix", *options, *overrides))
+        train_here(small_run(demonstrations, f"+plugin={plugin}", *options, *overrides))
         return folder
 
     return train
@@ -101,6 +106,90 @@ def test_six_steps_are_three_and_three(
     assert _losses(resumed) == _losses(whole)
     ours, theirs = weights_of(resumed), weights_of(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_upstreams_own_computation_trains_in_fp8_too(run_of: Callable[..., Path]) -> None:
+    manifest = json.loads((run_of("precision=fp8", plugin="none") / "manifest.json").read_text())
+    assert manifest["attention"] == "upstream dense eager"
+    assert len(manifest["settings"]["precision"]["converted"]) == 21
+
+
+@pytest.mark.slow
+def test_composed_batches_in_fp8_resume_to_the_bit(
+    run_of: Callable[..., Path], weights_of: Callable[[Path], Weights], tmp_path: Path
+) -> None:
+    """Bins of any number of rows, two micro-batches a step."""
+    composed = ["packing=token_budget", "packing.options.bins_per_step=2", "train.batch_size=4"]
+    whole, without = run_of(*composed, "precision=fp8"), run_of(*composed)
+    assert _losses(whole) != _losses(without)
+    assert _losses(whole) == pytest.approx(_losses(without), rel=2e-2)
+    resumed = _after_half(whole, tmp_path / "run")
+    train_here([f"resume={resumed}"])
+    assert _losses(resumed) == _losses(whole)
+    ours, theirs = weights_of(resumed), weights_of(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_groot_trains_in_fp8(demonstrations: Path, tmp_path: Path) -> None:
+    runs = []
+    for precision in ("none", "fp8"):
+        options = [f"train.output_dir={tmp_path / precision}", "+plugin=embodix", f"precision={precision}"]
+        runs.append(train_here(small_groot_run(demonstrations, *options)))
+    losses, reference = ([record.loss for record in run.records] for run in runs)
+    assert losses != reference
+    assert losses[0] == pytest.approx(reference[0], rel=2e-2)  # Adam's first update of a random model parts them
+    assert len(_settings(tmp_path / "fp8")["precision"]["converted"]) == 21
+
+
+@pytest.fixture
+def timed_blocks(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Emulated blocks take the place of Transformer Engine's; FP8 is faster for the gated MLP. Lists what is timed."""
+
+    class TimedBlocks(EmulatedBlocks):
+        def __init__(self) -> None:
+            self.name, self.fallback = "blocks, for the test", None
+
+    timed: list[nn.Module] = []
+
+    def seconds(gate: GemmGate, layer: nn.Module, input_MK: torch.Tensor) -> float:
+        timed.append(layer)
+        is_mlp, is_fp8 = 64 in tuple(layer.weight.shape), isinstance(layer, BlockRoundedLinear)  # type: ignore[arg-type]
+        return 0.5 if is_mlp == is_fp8 else 1.0
+
+    monkeypatch.setattr(block_scaling, "transformer_engine_problem", lambda device: None)
+    monkeypatch.setattr(block_scaling, "TransformerEngineKernel", TimedBlocks)
+    monkeypatch.setattr(GemmGate, "_time", seconds)
+    return timed
+
+
+def test_a_run_times_its_products_once_and_a_resumed_run_takes_its_table(
+    demonstrations: Path, tmp_path: Path, timed_blocks: list[nn.Module]
+) -> None:
+    run = tmp_path / "run"
+    options = ["+plugin=embodix", "precision=fp8_block", "train.steps=2", "train.save_freq=1"]
+    train_here(small_run(demonstrations, *options, f"train.output_dir={run}"))
+    described, table = _settings(run)["precision"], run / "gemm_gate.json"
+    assert {module["path"].rpartition(".")[2] for module in described["converted"]} == {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+    assert all("times as fast at" in module["reason"] for module in described["converted"])
+    shapes = {(shape["K"], shape["N"]): shape["kept"] for shape in described["gemm_gate"]["shapes"]}
+    assert shapes == {(32, 128): False, (32, 16): False, (128, 32): False, (32, 64): True, (64, 32): True}
+    assert len(timed_blocks) == 2 * len(json.loads(table.read_text())["timings"])
+
+    timed_blocks.clear()
+    train_here([f"resume={run}/checkpoints/000001"])
+    resumed = _settings(run)["precision"]
+    assert timed_blocks == []
+    assert resumed["gemm_gate"]["table_read_from"] == str(table)
+    assert [m["path"] for m in resumed["converted"]] == [m["path"] for m in described["converted"]]
+
+    other = [f"train.output_dir={tmp_path / 'other'}", f"precision.options.gemm_gate.table={table}", "train.steps=1"]
+    train_here(small_run(demonstrations, *options[:2], *other))
+    assert timed_blocks == []
 
 
 @pytest.mark.parametrize(("trained", "resumed"), [("fp8", "none"), ("none", "fp8")])

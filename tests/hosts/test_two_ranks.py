@@ -20,13 +20,17 @@ from embodix.testing.host_runs import small_run
 from embodix.testing.pi05 import small_pi05, upstream_losses
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).with_name("run_two_ranks.py")
+SCRIPT, FP8_SCRIPT = (Path(__file__).with_name(name) for name in ("run_two_ranks.py", "fp8_two_ranks.py"))
 NUM_STEPS = 4
 
 
-def _torchrun(*command: str) -> None:
+def _torchrun(*command: str, mixed_precision: str = "no") -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HYDRA_FULL_ERROR": "1",
+        "ACCELERATE_MIXED_PRECISION": mixed_precision,
+    }
     done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -69,6 +73,28 @@ def test_losses_are_those_of_upstreams_own_ddp_run(
     else:
         assert losses[0] == pytest.approx(upstream[0], rel=1e-6)
         assert losses == pytest.approx(upstream, rel=1e-5)
+
+
+def test_the_first_ranks_timings_decide_what_both_compute_in_fp8(tmp_path: Path) -> None:
+    _torchrun(str(FP8_SCRIPT), str(tmp_path))
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    first, second = ([m["path"] for m in rank["described"]["converted"]] for rank in ranks)
+    assert first == second
+    assert {path.rpartition(".")[2] for path in first} == {"k_proj", "v_proj"}
+    gradients, others = (rank["gradients"] for rank in ranks)
+    assert all(g is others[name] is None or torch.equal(g, others[name]) for name, g in gradients.items())
+
+
+def test_two_ranks_train_in_fp8_under_bfloat16_autocast(demonstrations: Path, tmp_path: Path) -> None:
+    """The products' inputs are in bfloat16, their weights and what the optimizer changes in float32."""
+    records = {}
+    for precision in ("none", "fp8"):
+        folder = tmp_path / precision
+        options = ["+plugin=embodix", f"precision={precision}", f"hydra.run.dir={folder}/hydra"]
+        _torchrun("-m", "embodix", "train", *_overrides(demonstrations, folder, *options), mixed_precision="bf16")
+        records[precision] = [record.loss for record in read_steps(folder / "run" / "steps.jsonl")]
+    assert records["fp8"] != records["none"]
+    assert records["fp8"] == pytest.approx(records["none"], rel=3e-2)
 
 
 def test_masked_loss_is_normalised_by_the_count_of_both_ranks(

@@ -52,6 +52,6 @@ def test_the_patch_leaves_an_installed_fast_path_in_place(case):
     installation = GrootN15Wrapper().install(policy, FastPathSettings(PaddingFreePacker(), SegmentAuto()))
     with patched({"lerobot_groot_action_queue": {}}):
         played = play(policy, batch, 8)
-    assert policy.predict_action_chunk.__self__ is installation.fast_path
+    assert policy.predict_action_chunk.func.__self__ is installation.fast_path
     torch.testing.assert_close(played, chunk[:, :8], rtol=0, atol=1e-5)
     installation.uninstall()

@@ -47,7 +47,7 @@ def test_install_touches_the_instance_only(installed):
     policy = policy_with()
     before = dict(policy.__dict__), list(policy.state_dict())
     installation = installed(policy)
-    assert policy.forward.__self__ is installation.fast_path
+    assert policy.forward.func.__self__ is installation.fast_path
     assert policy.config.type == "pi05"
     assert list(policy.state_dict()) == before[1]
     installation.uninstall()

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from embodix.plugins import PluginError
 from embodix.schema.compose import compose
-from embodix.training.features import FeatureSelection, select_features, select_training_features
+from embodix.testing.pi05 import small_pi05
+from embodix.training.features import FeatureSelection, install_features, select_features, select_training_features
 
 
 def selected(*overrides: str) -> FeatureSelection:
@@ -37,6 +41,18 @@ def test_one_group_can_be_put_back_in_either_order(order: tuple[str, ...]) -> No
 @pytest.mark.parametrize("group", ["action_pad=mask", "flow_samples=2", "vision_tokens=valid", "packing=padding_free"])
 def test_a_single_group_is_no_longer_upstream(group: str) -> None:
     assert not selected(group).is_upstream
+
+
+def test_a_precision_alone_leaves_upstreams_computation_in_place() -> None:
+    selection = selected("precision=fp8_tensorwise")
+    assert selection.is_upstream
+    assert (selection.precision.name, selection.precision.options["recipe"]) == ("torchao", "tensorwise")
+
+
+def test_float16_and_fp8_are_refused_together() -> None:
+    accelerator: Any = SimpleNamespace(mixed_precision="fp16", device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"refuses float16.*mixed_precision=fp16\. Take bf16 or no"):
+        install_features(small_pi05(), selected("precision=fp8"), accelerator)
 
 
 def test_an_unregistered_name_lists_what_exists() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -36,8 +37,10 @@ class MethodInstallation:
 
     def __init__(self, policy: nn.Module, fast_path: FastPath, policy_type: str, vision_tower: nn.Module) -> None:
         self._policy, self._fast_path, self._policy_type = policy, fast_path, policy_type
-        for name in REPLACED_METHODS:
-            setattr(policy, name, getattr(fast_path, name))
+        # Not bound methods: under mixed precision accelerate would bind their functions to the policy.
+        self._methods = {name: functools.partial(getattr(fast_path, name)) for name in REPLACED_METHODS}
+        for name, method in self._methods.items():
+            setattr(policy, name, method)
         upstream_attention = fast_path.settings.attention is None
         self._undo_vision = (lambda: None) if upstream_attention else align_vision_attention(vision_tower)
 
@@ -52,8 +55,8 @@ class MethodInstallation:
 
     def uninstall(self) -> None:
         """Put upstream's methods back; a second call does nothing."""
-        for name in REPLACED_METHODS:
-            if getattr(self._policy.__dict__.get(name), "__self__", None) is self._fast_path:
+        for name, method in self._methods.items():
+            if self._policy.__dict__.get(name) is method:
                 delattr(self._policy, name)
         self._undo_vision()
 

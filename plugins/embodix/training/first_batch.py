@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
@@ -18,7 +19,8 @@ class FirstBatch:
         self._policy = policy
         self._replaced = policy.__dict__.get("forward")
         self._forward = policy.forward
-        policy.forward = self._keep
+        self._method = functools.partial(self._keep)  # not a bound method, which accelerate would bind to the policy
+        policy.forward = self._method
 
     def _keep(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.batch is None:
@@ -28,7 +30,7 @@ class FirstBatch:
 
     def release(self) -> None:
         """Put the policy's own method back, unless another stands before it; a second call does nothing."""
-        if self._policy.__dict__.get("forward") != self._keep:
+        if self._policy.__dict__.get("forward") is not self._method:
             return
         if self._replaced is None:
             del self._policy.forward

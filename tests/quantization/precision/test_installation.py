@@ -19,6 +19,7 @@ from embodix.plugins import build, registry
 from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
+from embodix.quantization.precision import torchao_float8
 from embodix.quantization.precision.block_scaling import BlockScaledFp8, transformer_engine_problem
 from embodix.quantization.precision.torchao_float8 import TorchaoFloat8, fp8_units_problem
 from embodix.testing import groot, pi05
@@ -247,9 +248,12 @@ def test_layers_of_no_multiple_of_sixteen_are_skipped_with_the_reason() -> None:
 
 def test_emulation_is_announced_with_its_price_or_refused(caplog: pytest.LogCaptureFixture) -> None:
     policy = pi05.small_pi05()
+    torchao_float8._announce.cache_clear()
     for precision in (TorchaoFloat8(), BlockScaledFp8()):
         caplog.clear()
-        precision.install(policy, "pi05", CPU).uninstall()
+        for _ in range(2):  # announced once
+            precision.install(policy, "pi05", CPU).uninstall()
+        BlockScaledFp8(kernel="emulated").install(policy, "pi05", CPU).uninstall()  # asked for
         (record,) = [record for record in caplog.records if record.message.startswith("precision:")]
         assert "FP8 is emulated" in record.message and "slower than without it" in record.message
     for strict in (TorchaoFloat8(strict=True), BlockScaledFp8(strict=True)):

@@ -6,7 +6,6 @@ Because the parameters stay, so do the optimizer that upstream has already made,
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -211,8 +210,6 @@ def install_kernel(
     if gate is None:
         for place in places:
             place.kept, place.decision = True, "linear layer of the language model's decoder"
-    if kernel.fallback:
-        logging.warning("precision: %s", kernel.fallback)
     return PrecisionInstallation(kernel, places, skipped, gate)
 
 

@@ -12,6 +12,8 @@ a product in float32. Recipes (torchao 0.15, ``torchao/float8/config.py``):
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -107,7 +109,7 @@ def require_choice(option: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def emulation_reason(kernel: str, problem: str | None, strict: bool) -> str | None:
-    """Why the products are emulated, with the price; None where they are not.
+    """Why the products are emulated, with the price; None where they are not. What nobody asked for is announced.
 
     Raises:
         ValueError: the device's FP8 units were asked for, with ``strict``, and can't be used.
@@ -117,7 +119,16 @@ def emulation_reason(kernel: str, problem: str | None, strict: bool) -> str | No
     if kernel == "auto" and strict:
         raise ValueError(f"strict=true refuses to emulate FP8: {problem}. Set strict=false or precision=none.")
     reason = problem if kernel == "auto" and problem else "kernel=emulated"
-    return f"FP8 is emulated ({reason}): the rounding of FP8, slower than without it, no memory saved"
+    fallback = f"FP8 is emulated ({reason}): the rounding of FP8, slower than without it, no memory saved"
+    if kernel == "auto":
+        _announce(fallback)
+    return fallback
+
+
+@functools.cache
+def _announce(fallback: str) -> None:
+    """Once a process, however many policies are trained in it."""
+    logging.warning("precision: %s", fallback)
 
 
 class TorchaoKernel:
