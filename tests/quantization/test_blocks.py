@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embodix.quantization import blocks
 from embodix.quantization.blocks import BLOCK, E4M3_MAX, FLOAT8, ScaledWeight, quantize_blocks, scale_shape
 from embodix.testing.errors import relative_error
 
@@ -67,6 +68,16 @@ def test_a_blocks_scale_is_its_own_largest_magnitude():
     scaled = quantize_blocks(weight)
     torch.testing.assert_close(scaled.scale_inv, torch.tensor([[2.0, 5.0], [3.0, 7.0]]) / E4M3_MAX)
     assert torch.equal(scaled.dequantize(torch.float32), weight)
+
+
+@pytest.mark.parametrize("block", [BLOCK, (1, 128), (1000, 1000)])
+def test_large_weights_are_quantized_in_parts(block, monkeypatch):
+    weight = weights(700, 130, seed=4)
+    whole = quantize_blocks(weight, block)
+    monkeypatch.setattr(blocks, "CHUNK", 130 * 200)
+    parts = quantize_blocks(weight.t().contiguous().t(), block)
+    assert torch.equal(parts.values.view(torch.uint8), whole.values.view(torch.uint8))
+    assert torch.equal(parts.scale_inv, whole.scale_inv)
 
 
 def test_blocks_of_zeros_have_scale_one():

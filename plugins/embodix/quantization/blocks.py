@@ -11,6 +11,7 @@ Shape suffixes: N rows (outputs), K columns (inputs), R row blocks, C column blo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ BLOCK = (128, 128)
 ACTIVATION_BLOCK = (1, 128)
 # Below it a scale would lose digits: blocks that small are scaled as if their largest magnitude were 448 times this.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+CHUNK = 2**24  # weights that are quantized at a time, so that a large one needs little memory beside it
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,16 @@ def quantize_blocks(weight_NK: Tensor, block: tuple[int, int] = BLOCK) -> Scaled
         ValueError: not a matrix of floating point, a block below 1 x 1, or values that are not finite.
     """
     _require_matrix(weight_NK, block)
-    wide_NK = weight_NK.detach().float()
+    num_rows = block[0] * max(1, CHUNK // (block[0] * weight_NK.shape[1]))
+    parts = [_quantize_chunk(chunk, block) for chunk in weight_NK.detach().split(num_rows)]
+    if len(parts) == 1:
+        return parts[0]
+    values_NK, scale_RC = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scale_inv"))
+    return ScaledWeight(values_NK, scale_RC, block)
+
+
+def _quantize_chunk(weight_NK: Tensor, block: tuple[int, int]) -> ScaledWeight:
+    wide_NK = weight_NK.float()
     amax_RC = block_amax(wide_NK, block)
     if amax_RC.device.type != "meta" and not bool(torch.isfinite(amax_RC).all()):
         raise ValueError("Only finite values can be quantized; got NaN or infinity. Is the checkpoint damaged?")
@@ -82,33 +93,38 @@ def quantize_blocks(weight_NK: Tensor, block: tuple[int, int] = BLOCK) -> Scaled
 def round_blocks(wide_NK: Tensor, amax_RC: Tensor, block: tuple[int, int]) -> ScaledWeight:
     """``quantize_blocks`` of checked float32 values whose ``block_amax`` is known; what is not finite becomes NaN."""
     scale_RC = torch.where(amax_RC > 0, (amax_RC / E4M3_MAX).clamp(min=SMALLEST_SCALE), torch.ones_like(amax_RC))
-    values_NK = (wide_NK / spread_scales(scale_RC, block, (wide_NK.shape[0], wide_NK.shape[1]))).to(FLOAT8)
+    values_NK = _with_scales(torch.div, wide_NK, scale_RC, block).to(FLOAT8)
     return ScaledWeight(values_NK, scale_RC, block)
 
 
 def dequantize_blocks(values_NK: Tensor, scale_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """``[N, K]``: values times scales in float32, rounded to ``dtype``."""
-    scale_NK = spread_scales(scale_RC, block, (values_NK.shape[0], values_NK.shape[1]))
-    return (values_NK.float() * scale_NK).to(dtype)
+    return _with_scales(torch.mul, values_NK.float(), scale_RC, block).to(dtype)
 
 
 def block_amax(wide_NK: Tensor, block: tuple[int, int]) -> Tensor:
     """``[R, C]``: the largest magnitude of every block; NaN where it has one."""
-    rows, columns = _clipped(block, (wide_NK.shape[0], wide_NK.shape[1]))
+    rows, columns = _clipped(block, wide_NK)
     padding = (-wide_NK.shape[1] % columns, -wide_NK.shape[0] % rows)
-    padded = F.pad(wide_NK, (0, padding[0], 0, padding[1])) if any(padding) else wide_NK.contiguous()
-    blocks_RrCc = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-    return blocks_RrCc.abs().amax(dim=(1, 3))
+    padded_NK = F.pad(wide_NK, (0, padding[0], 0, padding[1])) if any(padding) else wide_NK
+    return _as_blocks(padded_NK, rows, columns).abs().amax(dim=(1, 3))
 
 
-def spread_scales(scale_RC: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """The scale of every element, broadcastable to ``shape``: dimensions with one scale keep size 1."""
-    spread = scale_RC
-    for dim in (0, 1):
-        if scale_RC.shape[dim] > 1:
-            size = min(block[dim], shape[dim])
-            spread = spread.repeat_interleave(size, dim=dim).narrow(dim, 0, shape[dim])
-    return spread
+def _with_scales(
+    operation: Callable[[Tensor, Tensor], Tensor], wide_NK: Tensor, scale_RC: Tensor, block: tuple[int, int]
+) -> Tensor:
+    """A product with, or quotient by, the scale of each element's block."""
+    rows, columns = _clipped(block, wide_NK)
+    if wide_NK.shape[0] % rows or wide_NK.shape[1] % columns:
+        scale_NK = scale_RC.repeat_interleave(rows, dim=0)[: wide_NK.shape[0]]
+        scale_NK = scale_NK.repeat_interleave(columns, dim=1)[:, : wide_NK.shape[1]]
+        return operation(wide_NK, scale_NK)
+    return operation(_as_blocks(wide_NK, rows, columns), scale_RC[:, None, :, None]).view(wide_NK.shape)
+
+
+def _as_blocks(matrix_NK: Tensor, rows: int, columns: int) -> Tensor:
+    """``[R, rows, C, columns]``."""
+    return matrix_NK.reshape(matrix_NK.shape[0] // rows, rows, matrix_NK.shape[1] // columns, columns)
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
@@ -117,9 +133,9 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, in
     return math.ceil(rows / block[0]), math.ceil(columns / block[1])
 
 
-def _clipped(block: tuple[int, int], shape: tuple[int, int]) -> tuple[int, int]:
+def _clipped(block: tuple[int, int], matrix_NK: Tensor) -> tuple[int, int]:
     """A block that is no larger than the matrix, which may have no rows."""
-    return min(block[0], max(1, shape[0])), min(block[1], shape[1])
+    return min(block[0], max(1, matrix_NK.shape[0])), min(block[1], matrix_NK.shape[1])
 
 
 def _require_matrix(weight: Tensor, block: tuple[int, int]) -> None:
