@@ -21,6 +21,7 @@ from embodix.evaluation.yardstick import WORDS, compute_dtype, other_precision
 from embodix.policies.settings import FastPathSettings
 from embodix.quantization.accuracy import Comparison, LayerAccuracy, relative_error, sqnr_db, worst_row_sqnr_db
 from embodix.quantization.block_weight import BlockScaledWeight
+from embodix.quantization.kernels import KERNELS
 from embodix.quantization.selection import ModuleKind, module_kind
 from embodix.quantization.thresholds import DEFINITIONS, RecipeNumbers, RuleResult, judge, named_numbers, rules_to_json
 from embodix.schema.gate import GateSettings
@@ -74,8 +75,8 @@ class GateResult:
 
     @property
     def failures(self) -> list[str]:
-        """A sentence for each rule that is broken and what breaks it."""
-        return [sentence for result in self.rules for sentence in result.failures()]
+        """A sentence for each broken rule, with what breaks it most."""
+        return [sentence for result in self.rules if (sentence := result.failure()) is not None]
 
     @property
     def passed(self) -> bool:
@@ -179,7 +180,8 @@ def run_low_precision_gate(
 def recipe_numbers(description: Mapping[str, Any]) -> RecipeNumbers:
     """Of a quantizer's description: e4m3 weights, and what else it rounds."""
     converted = description["converted"]
-    activations = any("scaled_mm" in module["kernel"] for module in converted)
+    kernels = {module["kernel"] for module in converted}
+    activations = any(KERNELS[name].fp8_activations for name in kernels & set(KERNELS))
     embeddings = any(module["path"].endswith("embed_tokens") for module in converted)
     return RecipeNumbers(num_operands=1 + activations + embeddings)
 

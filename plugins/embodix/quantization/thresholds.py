@@ -226,14 +226,17 @@ class RuleResult:
             return verdict.value - verdict.threshold
         return (verdict.threshold - verdict.value) / (verdict.threshold or 1.0)
 
-    def failures(self) -> list[str]:
-        """A sentence for each failing verdict: rule, value, threshold and formula."""
-        return [
-            f"{self.rule.name}: {self.rule.quantity}{f' ({verdict.subject})' if verdict.subject else ''} is "
-            f"{_number(verdict.value, self.rule)} and must be {self.rule.bound} "
-            f"{_number(verdict.threshold, self.rule)} = {self.formula}"
-            for verdict in self.failing
-        ]
+    def failure(self) -> str | None:
+        """A sentence with rule, value, threshold and formula of the worst verdict; None where all pass."""
+        worst = self.worst
+        if worst is None or worst.passed:
+            return None
+        subject = f" ({worst.subject})" if worst.subject else ""
+        others = f"; {len(self.failing) - 1} more fail, too" if len(self.failing) > 1 else ""
+        return (
+            f"{self.rule.name}: {self.rule.quantity}{subject} is {_number(worst.value, self.rule)} and must be "
+            f"{self.rule.bound} {_number(worst.threshold, self.rule)} = {self.formula}{others}"
+        )
 
 
 def judge(
