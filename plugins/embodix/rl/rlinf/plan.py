@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as it will be: everything that can be checked before RLinf and Ray are started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from embodix import plugins
+from embodix.rl.rlinf.host_config import host_config
+from embodix.rl.rlinf.placement import Placement, PlacementSettings, place
+from embodix.rl.rlinf.ray_cluster import ClusterSettings
+from embodix.rl.rlinf.runners import HostRunner
+from embodix.rl.rlinf.sizes import RunSizes
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run does.
+
+    Attributes:
+        sizes: of the run.
+        placement: its processes.
+        runner: what schedules them.
+        cluster: where they live.
+        host: RLinf's config, without what RLinf adds itself.
+    """
+
+    sizes: RunSizes
+    placement: Placement
+    runner: HostRunner
+    cluster: ClusterSettings
+    host: DictConfig
+
+
+def plan_run(cfg: DictConfig, folder: Path) -> RunPlan:
+    """Check a composed config and write RLinf's.
+
+    Args:
+        cfg: of ``hydra_conf/rl.yaml``.
+        folder: of the run.
+
+    Raises:
+        ValueError: sizes, placement, environment, policy or runner that can't run so.
+    """
+    if cfg.rl.steps < 1:
+        raise ValueError(f"rl.steps counts training steps, at least 1; got {cfg.rl.steps}.")
+    placement = place(PlacementSettings(**_plain(cfg.placement)))
+    sizes = sizes_of(cfg, placement)
+    runner: HostRunner = plugins.build("runners", cfg.runner.name, _plain(cfg.runner.options))
+    runner.check(sizes)
+    host = host_config(cfg, placement, runner.host_settings(sizes), folder)
+    return RunPlan(sizes, placement, runner, ClusterSettings(**_plain(cfg.cluster)), host)
+
+
+def sizes_of(cfg: DictConfig, placement: Placement) -> RunSizes:
+    """The sizes of a composed config."""
+    rollout = cfg.rollout
+    return RunSizes(
+        num_envs=rollout.num_envs,
+        num_stages=rollout.stages,
+        group_size=rollout.group_size,
+        steps_per_epoch=rollout.steps,
+        rollout_epochs=rollout.epochs,
+        chunk=rollout.chunk,
+        env_workers=placement.workers["env"],
+        rollout_workers=placement.workers["rollout"],
+        actor_workers=placement.workers["actor"],
+        micro_batch=cfg.optim.micro_batch,
+        global_batch=cfg.optim.global_batch,
+        advantage=str(cfg.algorithm.adv_type),
+    )
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RLinf's training worker."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from embodix.rl.rlinf.extension import activate
+
+activate("actor")  # before RLinf's modules are imported, hence the order below
+
+from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E402
+
+from embodix.rl.rlinf.consumption import Consumption  # noqa: E402
+from embodix.rl.rlinf.workers.reporting import ReportingWorker  # noqa: E402
+
+
+class CountingActor(ReportingWorker):
+    """Records training and the sending of weights, and counts what is trained on."""
+
+    @cached_property
+    def consumption(self) -> Consumption:
+        return Consumption()
+
+    def pop_consumption(self) -> dict[str, Any]:
+        """Counts since the last call."""
+        return self.consumption.pop()
+
+    def run_training(self, *args: Any, **kwargs: Any) -> Any:
+        with self.timeline_span("train"):
+            return super().run_training(*args, **kwargs)  # type: ignore[misc]
+
+    async def sync_model_to_rollout(self) -> None:
+        with self.timeline_span("weights"):
+            await super().sync_model_to_rollout()  # type: ignore[misc]
+
+    def count_versions(self, versions: Any, *, fresh: bool) -> None:
+        """Count chunks by the versions of their policies, a tensor whose first of the trailing dimensions tells it."""
+        worker: Any = self
+        chunk = int(worker.cfg.actor.model.num_action_chunks)
+        first_N = versions.reshape(*versions.shape[:2], -1)[..., 0].flatten()
+        self.consumption.add(first_N.cpu().numpy(), int(worker.version), chunk, fresh=fresh)
+
+
+class EmbodixActor(CountingActor, EmbodiedFSDPActor):
+    """``EmbodiedFSDPActor`` with report, timeline and counts."""
+
+    def compute_advantages_and_returns(self) -> Any:
+        self.count_versions(self.rollout_batch["versions"], fresh=True)
+        return super().compute_advantages_and_returns()

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RLinf's inference worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embodix.rl.rlinf.extension import activate
+
+activate("rollout")  # before RLinf's modules are imported, hence the order below
+
+from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker  # noqa: E402
+
+from embodix.rl.rlinf.workers.reporting import ReportingWorker  # noqa: E402
+
+
+class TimedInference(ReportingWorker):
+    """Records inference and the arrival of weights, and tells the policy whether it is evaluated."""
+
+    _train_sampling_params: dict[str, Any]
+    _eval_sampling_params: dict[str, Any]
+
+    def setup_sample_params(self) -> None:
+        """What RLinf hands to `predict_action_batch`: it tells the mode to models of its own only."""
+        super().setup_sample_params()  # type: ignore[misc]
+        self._train_sampling_params = {**self._train_sampling_params, "mode": "train"}
+        self._eval_sampling_params = {**self._eval_sampling_params, "mode": "eval"}
+
+    def predict(self, env_obs: Any, mode: Any = "train") -> Any:
+        with self.timeline_span("infer"):
+            return super().predict(env_obs, mode)  # type: ignore[misc]
+
+    async def sync_model_from_actor(self) -> None:
+        with self.timeline_span("weights"):
+            await super().sync_model_from_actor()  # type: ignore[misc]
+
+
+class EmbodixRolloutWorker(TimedInference, MultiStepRolloutWorker):
+    """``MultiStepRolloutWorker`` with report and timeline."""

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schema of ``lerobot rl``: what ``hydra_conf/rl.yaml`` may hold.
+
+``env`` and ``policy`` are LeRobot's own and open here, except for ``env=latency`` and ``policy=latency``, whose fields
+are checked when the run is planned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from embodix.schema.train import NamedChoice, TokenizerSettings
+
+
+@dataclass
+class RlSettings:
+    """Length of a run, and what happens besides training.
+
+    Attributes:
+        steps: training steps; each trains on one rollout of all environments.
+        seed: of environments, weights and the order of samples.
+        save_every: training steps between checkpoints; null for none. The last step is saved too.
+        eval_every: training steps between evaluations; null for none.
+        warmup_steps: training steps at the beginning that rates leave out.
+    """
+
+    steps: int = 10
+    seed: int = 1000
+    save_every: int | None = None
+    eval_every: int | None = None
+    warmup_steps: int = 1
+
+
+@dataclass
+class RolloutSettings:
+    """How experience is collected.
+
+    Attributes:
+        num_envs: environments at once, over all processes.
+        steps: action steps of each environment in a rollout epoch.
+        epochs: rollout epochs before a training step.
+        stages: groups of a process's environments that take turns, so that one is simulated while the policy computes
+            for another.
+        chunk: action steps of a chunk that are executed before the policy looks again.
+        max_episode_steps: action steps after which an episode is over; null for the environment's own number.
+        auto_reset: a finished episode is followed by the next one at once; otherwise its remaining steps don't count.
+        ignore_terminations: an episode goes on after success.
+        group_size: environments that begin in the same state, which GRPO compares.
+        fixed_seeds: every rollout begins the same episodes.
+    """
+
+    num_envs: int = 8
+    steps: int = 40
+    epochs: int = 1
+    stages: int = 1
+    chunk: int = 5
+    max_episode_steps: int | None = None
+    auto_reset: bool = True
+    ignore_terminations: bool = False
+    group_size: int = 1
+    fixed_seeds: bool = False
+
+
+@dataclass
+class EvaluationSettings:
+    """Evaluation between training steps, without noise: `num_envs` episodes at once of `steps` action steps, `epochs`
+    times, with the seeds from `first_seed` on."""
+
+    num_envs: int = 8
+    steps: int = 40
+    epochs: int = 1
+    first_seed: int = 100_000
+
+
+@dataclass
+class RewardSettings:
+    """What is rewarded.
+
+    Attributes:
+        source: ``success`` (`scale` at the step that succeeds) or ``simulator`` (the simulator's own reward times
+            `scale`).
+        scale: factor.
+        step_cost: subtracted for every action step.
+    """
+
+    source: str = "success"
+    scale: float = 1.0
+    step_cost: float = 0.0
+
+
+@dataclass
+class OptimSettings:
+    """Optimization. Batches are counted in action chunks.
+
+    Attributes:
+        micro_batch: chunks of a forward and backward pass in one process.
+        global_batch: chunks of an optimizer step, over all processes.
+        lr: of the policy.
+        value_lr: of the value head.
+    """
+
+    micro_batch: int = 8
+    global_batch: int = 64
+    lr: float = 1e-5
+    value_lr: float = 1e-4
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+
+
+@dataclass
+class PlacementNode:
+    """``embodix.rl.rlinf.placement.PlacementSettings``."""
+
+    name: str = MISSING
+    accelerators: int = 0
+    env_workers: int | None = None
+    rollout_workers: int | None = None
+    actor_workers: int | None = None
+    own_accelerators: int | None = None
+
+
+@dataclass
+class ClusterNode:
+    """``embodix.rl.rlinf.ray_cluster.ClusterSettings``."""
+
+    address: str | None = None
+    start_timeout_s: float = 180.0
+    start_attempts: int = 3
+    num_cpus: int | None = None
+    object_store_gb: float = 0.5
+    folder: str | None = None
+    threads_per_worker: int = 1
+
+
+@dataclass
+class RlApp:
+    """Root of the ``lerobot rl`` config.
+
+    Attributes:
+        policy: LeRobot's policy config, or ``type: latency``.
+        architecture: sizes of a small policy.
+        checkpoint: a run, checkpoint or model folder of `lerobot train` to start from.
+        sampler: how a flow policy draws its actions (`embodix.rl.policies`).
+        value: the value head of a flow policy.
+        env: LeRobot's environment config, or ``type: latency``.
+        algorithm: RLinf's ``algorithm`` node.
+        runner: how rollout, training and the exchange of weights are scheduled.
+        host: further nodes of RLinf's config, merged over what is composed here.
+        resume: a run folder, or one of its checkpoints, whose training goes on.
+    """
+
+    rl: RlSettings = field(default_factory=RlSettings)
+    policy: Any = MISSING
+    architecture: Any = None
+    checkpoint: str | None = None
+    sampler: Any = None
+    value: Any = None
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    env: Any = MISSING
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    algorithm: Any = MISSING
+    runner: NamedChoice = field(default_factory=NamedChoice)
+    placement: PlacementNode = field(default_factory=PlacementNode)
+    cluster: ClusterNode = field(default_factory=ClusterNode)
+    host: Any = field(default_factory=dict)
+    strict_plugins: bool = True
+    resume: str | None = None
+
+
+def register() -> None:
+    """Make the schema known to Hydra as ``schema/rl``."""
+    ConfigStore.instance().store(group="schema", name="rl", node=RlApp, package="_global_")
