@@ -74,7 +74,7 @@ def test_a_blocks_scale_is_its_own_largest_magnitude():
 def test_large_weights_are_quantized_in_parts(block, monkeypatch):
     weight = weights(700, 130, seed=4)
     whole = quantize_blocks(weight, block)
-    monkeypatch.setattr(blocks, "CHUNK", 130 * 200)
+    monkeypatch.setattr(blocks, "NUM_WEIGHTS_AT_A_TIME", 130 * 200)
     parts = quantize_blocks(weight.t().contiguous().t(), block)
     assert torch.equal(parts.values.view(torch.uint8), whole.values.view(torch.uint8))
     assert torch.equal(parts.scale_inv, whole.scale_inv)

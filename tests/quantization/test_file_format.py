@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodix.quantization import conversion
+from embodix.quantization import blocks, conversion
 from embodix.quantization.accuracy import sqnr_db
 from embodix.quantization.blocks import FLOAT8, quantize_blocks
 from embodix.quantization.conversion import ConversionPlan, modules_left_out, write_weights
@@ -278,8 +278,9 @@ def test_some_rows_at_a_time_give_the_same(
     shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights too large to be quantized at once are taken in rows of blocks."""
-    monkeypatch.setattr(conversion, "NUM_WEIGHTS_AT_A_TIME", 2 * 128 * 130)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    wanted = quantize_blocks(weight)
+    monkeypatch.setattr(blocks, "NUM_WEIGHTS_AT_A_TIME", 2 * 128 * 130)
     save_file({"x.weight": weight}, tmp_path / WEIGHTS_FILE)
     plan = ConversionPlan({"x.weight": "x.weight"}, {"x": torch.float32}, (), None, BlockConfig())
     (tmp_path / "out").mkdir()
@@ -289,7 +290,6 @@ def test_some_rows_at_a_time_give_the_same(
             source, plan, tmp_path / "out", lambda _, *pair: noise.append(conversion.sqnr_of_weight_db(*pair))
         )
     _write_config(tmp_path / "out", BlockConfig().to_json())
-    wanted = quantize_blocks(weight)
     with QuantizedWeights(tmp_path / "out") as weights:
         stored = weights.scaled_weight("x")
     assert torch.equal(stored.values.view(torch.uint8), wanted.values.view(torch.uint8))

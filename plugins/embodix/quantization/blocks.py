@@ -24,7 +24,7 @@ BLOCK = (128, 128)
 ACTIVATION_BLOCK = (1, 128)
 # Below it a scale would lose digits: blocks that small are scaled as if their largest magnitude were 448 times this.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-CHUNK = 2**24  # weights that are quantized at a time, so that a large one needs little memory beside it
+NUM_WEIGHTS_AT_A_TIME = 2**24  # so that a vocabulary takes no multiple of its memory
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,14 @@ def quantize_blocks(weight_NK: Tensor, block: tuple[int, int] = BLOCK) -> Scaled
         ValueError: not a matrix of floating point, a block below 1 x 1, or values that are not finite.
     """
     _require_matrix(weight_NK, block)
-    num_rows = block[0] * max(1, CHUNK // (block[0] * weight_NK.shape[1]))
-    parts = [_quantize_chunk(chunk, block) for chunk in weight_NK.detach().split(num_rows)]
+    parts = [_quantize_rows(rows, block) for rows in weight_NK.detach().split(rows_at_a_time(weight_NK, block))]
     if len(parts) == 1:
         return parts[0]
     values_NK, scale_RC = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "scale_inv"))
     return ScaledWeight(values_NK, scale_RC, block)
 
 
-def _quantize_chunk(weight_NK: Tensor, block: tuple[int, int]) -> ScaledWeight:
+def _quantize_rows(weight_NK: Tensor, block: tuple[int, int]) -> ScaledWeight:
     wide_NK = weight_NK.float()
     amax_RC = block_amax(wide_NK, block)
     if amax_RC.device.type != "meta" and not bool(torch.isfinite(amax_RC).all()):
@@ -125,6 +124,11 @@ def _with_scales(
 def _as_blocks(matrix_NK: Tensor, rows: int, columns: int) -> Tensor:
     """``[R, rows, C, columns]``."""
     return matrix_NK.reshape(matrix_NK.shape[0] // rows, rows, matrix_NK.shape[1] // columns, columns)
+
+
+def rows_at_a_time(weight_NK: Tensor, block: tuple[int, int]) -> int:
+    """Rows of whole blocks with about ``NUM_WEIGHTS_AT_A_TIME`` weights."""
+    return block[0] * max(1, NUM_WEIGHTS_AT_A_TIME // (block[0] * weight_NK.shape[1]))
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:

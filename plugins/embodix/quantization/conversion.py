@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embodix.quantization.blocks import FLOAT8, ScaledWeight, dequantize_blocks, quantize_blocks, scale_shape
+from embodix.quantization.blocks import (
+    FLOAT8,
+    ScaledWeight,
+    dequantize_blocks,
+    quantize_blocks,
+    rows_at_a_time,
+    scale_shape,
+)
 from embodix.quantization.file_format import (
     CONFIG_KEY,
     DROPPED_KEY,
@@ -22,8 +29,6 @@ from embodix.quantization.file_format import (
     metadata_text,
 )
 from embodix.quantization.tensor_file import WEIGHTS_FILE, TensorFiles, TensorFileWriter, TensorSpec
-
-NUM_WEIGHTS_AT_A_TIME = 2**24
 
 
 @dataclass(frozen=True)
@@ -140,17 +145,7 @@ def _rest_dtype(dtype: torch.dtype, plan: ConversionPlan) -> torch.dtype:
 
 
 def _quantize(name: str, weight: Tensor, block: tuple[int, int]) -> ScaledWeight:
-    """``quantize_blocks`` of some rows of blocks at a time, so that a vocabulary takes no multiple of its memory."""
     try:
-        parts = [quantize_blocks(rows, block) for rows in weight.split(rows_at_a_time(weight, block))]
+        return quantize_blocks(weight, block)
     except ValueError as error:
         raise ValueError(f"Tensor {name} can't be quantized: {error}") from error
-    if len(parts) == 1:
-        return parts[0]
-    values, scales = (torch.cat([getattr(part, field) for part in parts]) for field in ("values", "scale_inv"))
-    return ScaledWeight(values, scales, block)
-
-
-def rows_at_a_time(weight: Tensor, block: tuple[int, int]) -> int:
-    """Rows of whole blocks with about ``NUM_WEIGHTS_AT_A_TIME`` weights."""
-    return block[0] * max(1, NUM_WEIGHTS_AT_A_TIME // (block[0] * weight.shape[1]))
