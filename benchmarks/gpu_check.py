@@ -6,6 +6,7 @@
 2. π0.5 and GR00T-N1.5 in bf16, reduced and real size, packed against upstream: loss, gradients and time of forward +
    backward, and peak memory. GR00T's prompts have one length, since upstream attends to the padding of shorter ones.
 3. Block-scaled FP8 (`gpu_fp8.py`): products on tensor cores against float32, inference against bf16.
+4. FP8 training (`gpu_fp8_training.py`): the linear layers at real size by every kernel, a training step against bf16.
 
     python benchmarks/gpu_check.py --output benchmarks/results
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_fp8
+import gpu_fp8_training
 import torch
 from gpu_policies import PROMPT_LENGTHS, REDUCED_GROOT, attempt, groot_of, real_pi05, reduced_pi05, seconds_of
 
@@ -188,10 +190,13 @@ def main() -> None:
         "policies": [],
         "fp8_products": [],
         "fp8_inference": [],
+        "fp8_gemm_gate": [],
+        "fp8_training": [],
     }
     if record["measured"]:
         run_checks(record)
         gpu_fp8.run_checks(record)
+        gpu_fp8_training.run_checks(record)
     else:
         record["why_not"] = "no CUDA device"
         print("gpu_check: no CUDA device; nothing was measured.")
