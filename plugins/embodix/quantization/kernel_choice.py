@@ -89,10 +89,11 @@ def choose_kernel(
     named = otherwise if kernel == "dequantize" else KERNELS[kernel]
     reason = kernel_problem(named.name, device, dtype)
     if reason is not None:
-        usable = [name for name in KERNELS if kernel_problem(name, device, dtype) is None]
+        others = [name for name in get_args(KernelName) if name in KERNELS]
+        usable = [name for name in others if KERNELS[name].probe(device, dtype) is None]
         raise ValueError(
-            f"kernel={kernel} can't run on {device.type} in {dtype}: {reason}. Usable here: {', '.join(usable)} (or "
-            "kernel=auto)."
+            f"kernel={kernel} can't run on {device.type} in {dtype}: {reason}. Usable here: {', '.join(usable)}, {AT_LOAD} "
+            "(or kernel=auto)."
         )
     return KernelChoice(named, otherwise)
 
