@@ -92,8 +92,8 @@ def choose_kernel(
         others = [name for name in get_args(KernelName) if name in KERNELS]
         usable = [name for name in others if KERNELS[name].probe(device, dtype) is None]
         raise ValueError(
-            f"kernel={kernel} can't run on {device.type} in {dtype}: {reason}. Usable here: {', '.join(usable)}, {AT_LOAD} "
-            "(or kernel=auto)."
+            f"kernel={kernel} can't run on {device.type} in {dtype}: {reason}. Usable here: {', '.join(usable)}, "
+            f"{AT_LOAD} (or kernel=auto)."
         )
     return KernelChoice(named, otherwise)
 
