@@ -68,7 +68,7 @@ async def train_all(
 SPEEDS = st.sampled_from([0.0, 0.1, 1.0, 7.0])
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(data=st.data(), max_staleness=st.integers(0, 4), num_batches=st.integers(1, 3))
 def test_no_sample_is_stale_used_twice_lost_or_thrown_away_and_the_run_ends(data, max_staleness, num_batches):
     admission_size = data.draw(st.integers(1, 3))
@@ -207,6 +207,19 @@ def test_a_ticket_counts_once():
             await gate.abandon(Ticket(7, 0, 1, 1, "env 1"))
 
     run_virtually(hand_in_twice())
+
+
+def test_what_a_failed_worker_had_under_way_keeps_its_place_at_zero_weight():
+    async def crash() -> None:
+        gate = StalenessGate(GateSettings(4, admission_size=2, num_batches=1))
+        first, second = await gate.admit("env 0"), await gate.admit("env 1")
+        assert first is not None and second is not None
+        assert await gate.lose("env 1", "masked") == [second]
+        await gate.finish(Finished(first, "whole"))
+        assert {(one.payload, one.valid) for one in await gate.take_batch()} == {("whole", True), ("masked", False)}
+        assert (gate.counts.masked, gate.counts.taken) == (2, 4) and await gate.admit("env 1") is None
+
+    run_virtually(crash())
 
 
 def test_versions_come_one_after_the_other():
