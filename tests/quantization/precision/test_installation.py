@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.quantization.precision import torchao_float8
 from embodix.quantization.precision.block_scaling import BlockScaledFp8, transformer_engine_problem
-from embodix.quantization.precision.torchao_float8 import TorchaoFloat8, fp8_units_problem
+from embodix.quantization.precision.torchao_float8 import TorchaoFloat8, TorchaoKernel, fp8_units_problem
 from embodix.testing import groot, pi05
 from embodix.testing.errors import gradients_of
 
@@ -155,8 +156,6 @@ def test_any_number_of_rows_gives_the_same_numbers(recipe: str) -> None:
     layer = nn.Linear(32, 48, bias=False)
     parent = nn.Module()
     parent.layer = layer
-    from embodix.quantization.precision.torchao_float8 import TorchaoKernel
-
     fp8 = TorchaoKernel(recipe, "for the test", compiled=False).convert(layer)  # type: ignore[arg-type]
     for num_rows in (1, 7, 16, 33):
         x, slope = torch.randn(num_rows, 32), torch.randn(num_rows, 48)
@@ -170,6 +169,28 @@ def test_any_number_of_rows_gives_the_same_numbers(recipe: str) -> None:
             results.append((out[:num_rows], padded_x.grad[:num_rows], layer.weight.grad))
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_layers_are_built_once_a_shape_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without code generation: what is captured, and how often. torch stops compiling a function after eight times."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    shapes = [(32, 32), (32, 16), (32, 64), (64, 32), (48, 32)]
+    layers = [nn.Linear(*sizes, bias=False) for sizes in shapes for _ in range(3)]
+    plain, compiled = (TorchaoKernel("rowwise", "for the test", compiled=flag) for flag in (False, True))
+    for num_rows in (7, 33, 50):
+        for layer in layers:
+            x = torch.randn(num_rows, layer.in_features, requires_grad=True)
+            results = []
+            for kernel in (plain, compiled):
+                out = kernel.convert(layer)(x)
+                results.append([out, *torch.autograd.grad(out.square().sum(), (x, layer.weight))])
+            for ours, theirs in zip(*results, strict=True):
+                torch.testing.assert_close(ours, theirs)
+    assert counters["stats"]["unique_graphs"] == len(shapes)
+    assert not counters["graph_break"]
 
 
 @every_precision

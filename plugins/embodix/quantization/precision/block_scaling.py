@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -97,28 +98,34 @@ class TransformerEngineKernel:
         return None
 
     def convert(self, layer: nn.Linear) -> nn.Module:
-        import transformer_engine.pytorch as te
-        from transformer_engine.common.recipe import Float8BlockScaling
-
-        recipe = Float8BlockScaling()
-
-        class BlockScaledLinear(te.Linear):  # type: ignore[misc]  # Transformer Engine has no types
-            """Transformer Engine's layer on any number of rows, without an entry of its own in checkpoints."""
-
-            # Its extra state would become a key that upstream's checkpoints don't have; this recipe keeps no state.
-            get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
-
-            def forward(self, input: Tensor) -> Tensor:
-                rows_MK = input.flatten(0, -2)
-                # Rows of zeros give rows of zeros, and add nothing to the weight's gradient.
-                padded_MK = F.pad(rows_MK, (0, 0, 0, -len(rows_MK) % BLOCK[0]))
-                with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-                    output_MN: Tensor = super().forward(padded_MK)
-                return output_MN[: len(rows_MK)].view(*input.shape[:-1], -1)
-
         sizes, has_bias = (layer.in_features, layer.out_features), layer.bias is not None
-        converted = BlockScaledLinear(*sizes, bias=has_bias, params_dtype=layer.weight.dtype, device="meta")
+        converted: nn.Module = _layer_class()(*sizes, bias=has_bias, params_dtype=layer.weight.dtype, device="meta")
         converted.weight = layer.weight
         if has_bias:
             converted.bias = layer.bias
-        return converted  # type: ignore[no-any-return]
+        return converted
+
+
+@functools.cache
+def _layer_class() -> Any:
+    """Transformer Engine's layer, made when it is first needed."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    recipe = Float8BlockScaling()
+
+    class BlockScaledLinear(te.Linear):  # type: ignore[misc]  # Transformer Engine has no types
+        """Takes any number of rows, and leaves no entry of its own in checkpoints."""
+
+        # Its extra state would become a key that upstream's checkpoints don't have; this recipe keeps no state.
+        get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
+
+        def forward(self, input: Tensor) -> Tensor:
+            rows_MK = input.flatten(0, -2)
+            # Rows of zeros give rows of zeros, and add nothing to the weight's gradient.
+            padded_MK = F.pad(rows_MK, (0, 0, 0, -len(rows_MK) % BLOCK[0]))
+            with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+                output_MN: Tensor = super().forward(padded_MK)
+            return output_MN[: len(rows_MK)].view(*input.shape[:-1], -1)
+
+    return BlockScaledLinear

@@ -151,18 +151,24 @@ class TorchaoKernel:
         return None
 
     def convert(self, layer: nn.Linear) -> nn.Module:
-        from torchao.float8.float8_linear import Float8Linear
-
-        class AutocastFloat8Linear(Float8Linear):  # type: ignore[misc]  # torchao has no types
-            """torchao's layer, which honours the autocast of a GPU only."""
-
-            def forward(self, input: Tensor) -> Tensor:
-                if torch.is_autocast_enabled(input.device.type):
-                    input = input.to(torch.get_autocast_dtype(input.device.type))
-                output: Tensor = super().forward(input)
-                return output
-
-        converted: nn.Module = AutocastFloat8Linear.from_float(layer, config=self._config)
+        converted: nn.Module = _layer_class().from_float(layer, config=self._config)
         if self._compiled:
             converted.compile(dynamic=True)
         return converted
+
+
+@functools.cache
+def _layer_class() -> Any:
+    """torchao's layer, made when it is first needed; one class, since torch compiles each anew."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    class AutocastFloat8Linear(Float8Linear):  # type: ignore[misc]  # torchao has no types
+        """Honours the autocast of every device; torchao's layer that of a GPU only."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            if torch.is_autocast_enabled(input.device.type):
+                input = input.to(torch.get_autocast_dtype(input.device.type))
+            output: Tensor = super().forward(input)
+            return output
+
+    return AutocastFloat8Linear
