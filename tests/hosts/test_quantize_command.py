@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class
 from safetensors.torch import load_file
 
 from embodix.cli.main import dispatch
 from embodix.evaluation.model_folder import find_model
 from embodix.evaluation.policy_loading import PolicyChoices, loaded_policy
+from embodix.patching import patched, sizes_patch
+from embodix.policies.weight_loading import WeightLoadError
 from embodix.quantization.block_weight import BlockScaledWeight
 from embodix.testing.host_runs import small_groot_run, small_run, train_here
 from embodix.training.host_config import decode_env
@@ -150,6 +153,32 @@ def test_plain_upstream_refuses_the_folder(
     assert quantize(runs[policy_type], tmp_path / "out")[0] == 0
     with pytest.raises(Exception, match="quantization_config"):
         PreTrainedConfig.from_pretrained(tmp_path / "out")
+
+
+def test_what_plain_upstream_does_without_the_config(
+    quantize: Command, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `lerobot-train --policy.type=... --policy.pretrained_path=...`: GR00T stops; π0.5 prints and goes on, unless
+    the guard `patches.lerobot_pi05_strict_load` makes that an error."""
+
+    def load() -> None:
+        get_policy_class(policy_type).from_pretrained(out, config=config)
+
+    for policy_type, run in runs.items():
+        out, source = tmp_path / policy_type, find_model(run)
+        assert quantize(run, out)[0] == 0
+        config = PreTrainedConfig.from_pretrained(source.model)
+        repairs = {"groot": {"lerobot_groot_runs": {}}, "pi05": {}}[policy_type]
+        with patched({sizes_patch(policy_type): {"architecture": source.architecture}, **repairs}):
+            if policy_type == "groot":
+                with pytest.raises(RuntimeError, match="weight_scale_inv"):
+                    load()
+                continue
+            capsys.readouterr()
+            load()
+            assert "Warning: Could not load state dict" in capsys.readouterr().out
+            with patched({"lerobot_pi05_strict_load": {}}), pytest.raises(WeightLoadError, match="weight_scale_inv"):
+                load()
 
 
 @pytest.mark.parametrize("policy_type", RUNS)
