@@ -114,7 +114,7 @@ def test_errors_of_actions_are_physical(passed):
     dimensions = passed.comparison.chunk.dimensions
     assert [dimension.name for dimension in dimensions] == ["x", "y", "z", "grip"]
     assert [dimension.unit for dimension in dimensions] == pytest.approx(UNITS.tolist())
-    assert all(0 < dimension.rms < dimension.largest < dimension.unit / 16 for dimension in dimensions)
+    assert all(0 < dimension.rms < dimension.largest < dimension.unit / 8 for dimension in dimensions)
 
 
 def test_bfloat16_stands_beside_it(passed):

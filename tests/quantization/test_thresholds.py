@@ -67,7 +67,8 @@ def test_the_formulas_have_these_values_for_e4m3():
     assert values["chunk_cosine"] == pytest.approx(0.999349, abs=1e-6)
     assert values["worst_cosine"] == pytest.approx(1 - 1.5 * NOISE)
     assert values["step_cosine"] == pytest.approx(1 - NOISE / 2 / 16)
-    assert values["action_error"] == pytest.approx(0.5 / 16)  # half a step of 3 mantissa bits
+    assert values["action_error"] == pytest.approx(math.sqrt(2) * 0.5 / 16)  # half a step of 3 mantissa bits
+    assert values["action_rms_error"] == pytest.approx(0.5 * math.sqrt(NOISE))
     assert values["weight_sqnr"] == pytest.approx(28.85, abs=0.01)
     assert values["weight_row_sqnr"] == pytest.approx(24.08, abs=0.01)
     assert values["output_sqnr"] == pytest.approx(28.85 - 12.04, abs=0.01)
@@ -136,6 +137,7 @@ def test_each_rule_of_the_chunk_fails_on_its_own():
     assert broken(worst_by_step=[1.0, 1.0, 1.0, 0.9979]) == {"worst_cosine"}
     assert broken(state_dtypes=["torch.bfloat16"]) == {"denoising_state"}
     assert broken(dimensions=[DimensionError("x", 0.07, 0.01, 1.0)]) == {"action_error"}
+    assert broken(dimensions=[DimensionError("x", 0.05, 0.04, 1.0)]) == {"action_rms_error"}
     assert broken(cosine_by_step=[1.0, 1.0, 1.0, math.nan]) == {"chunk_cosine", "step_cosine"}
     assert failing(comparison(loss=LossAccuracy(0.1, 0.2, 1.5))) == {"loss_change"}
     (result,) = [r for r in judge(comparison(outside=["action.a", "action.b"]), WEIGHT_ONLY) if r.failing]

@@ -100,9 +100,9 @@ def test_it_says_what_was_measured(page):
     assert "π0.5 in FP8" in text and "outputs/run, written to outputs/small" in text
     assert "2 modules of the language model in e4m3, one scale for 128 × 128 weights; 2 in high precision" in text
     assert "on 64 samples of 12 episodes (data/demo: 12 episodes that training left out)" in text
-    assert "Accuracy gate passed all 11 rules hold" in text
+    assert "Accuracy gate passed all 12 rules hold" in text
     assert "0.9999500 mean over samples, at least 0.99935; worst sample 0.99955; bfloat16 0.9999905" in text
-    assert "Action nearest to its limit 0.004 largest error of grip, in its physical unit; at most 0.00625" in text
+    assert "Action nearest to its limit 0.004 largest error of grip, in its physical unit; at most 0.008839" in text
     assert "Smaller by 80.0 % 5 MiB before, 1 MiB after" in text
 
 
@@ -125,7 +125,7 @@ def test_sizes_modules_and_formats(page):
 
 def test_a_refusal_says_why():
     text = text_of(render_quantization(record(gate(0.9985))))
-    assert "Accuracy gate failed 2 of 11 rules are broken" in text
+    assert "Accuracy gate failed 2 of 12 rules are broken" in text
     assert "chunk_cosine: cosine of the action chunk, mean over samples is 0.9985 and must be at least 0.999349" in text
     assert "fails 1 of 2" in text  # of the two denoising steps
 

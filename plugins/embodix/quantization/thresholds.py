@@ -124,9 +124,17 @@ RULES = (
         "largest error of an action dimension",
         "physical units",
         "at most",
-        "sqrt(3 * noise) * unit",
-        "Half a step of the format at one normalised unit of that dimension, the most that rounding the action itself "
-        "could do.",
+        "sqrt(3 * noise * num_dimensions) * unit",
+        "A sample may be off by sqrt(3 * noise) of its chunk's length (worst_cosine). At worst all of that lies in one "
+        "dimension, spread over the steps; lengths are taken at one normalised unit for each action.",
+    ),
+    Rule(
+        "action_rms_error",
+        "root mean square error of an action dimension",
+        "physical units",
+        "at most",
+        "sqrt(noise) * unit",
+        "What rounding the action itself once to the format would do at one normalised unit.",
     ),
     Rule(
         "loss_change",
@@ -274,6 +282,7 @@ def named_numbers(comparison: Comparison, recipe: RecipeNumbers) -> dict[str, fl
         **{name: float(value) for name, value in vars(recipe).items()},
         "num_steps": len(comparison.chunk.cosine_by_step),
         "num_samples": comparison.num_samples,
+        "num_dimensions": len(comparison.chunk.dimensions),
         "num_layers": max((layer.order or 0 for layer in comparison.layers), default=0),
         "velocity_power": comparison.loss.velocity_power,
         "loss": comparison.loss.reference,
@@ -304,9 +313,10 @@ def _subjects(name: str, comparison: Comparison) -> Iterator[Subject]:
         yield from ((path, 1.0, {}) for path in comparison.outside)
         if not comparison.outside:
             yield "", 0.0, {}
-    elif name == "action_error":
+    elif name in ("action_error", "action_rms_error"):
         for dimension in chunk.dimensions:
-            yield dimension.name, dimension.largest, {"unit": dimension.unit}
+            value = dimension.largest if name == "action_error" else dimension.rms
+            yield dimension.name, value, {"unit": dimension.unit}
     elif name == "loss_change":
         yield "", comparison.loss.relative_change, {}
     else:

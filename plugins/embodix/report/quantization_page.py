@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from embodix.report import quantization_wording as wording
 from embodix.report.html import page_environment, provenance_texts
-from embodix.report.quantization_plots import denoising_figure, layers_figure, yardstick_words
+from embodix.report.quantization_plots import denoising_figure, layers_figure, rule, yardstick_words
 
 
 def render_quantization(record: Mapping[str, Any]) -> str:
@@ -49,15 +49,15 @@ def _figures(gate: Mapping[str, Any]) -> dict[str, Markup | None]:
 
 
 def _dimensions(gate: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each action dimension with the yardstick's error and the threshold."""
-    (row,) = [row for row in gate["rules"] if row["name"] == "action_error"]
-    pairs = zip(
+    """Each action dimension with the yardstick's errors and the verdicts on its largest error and its mean."""
+    rows = zip(
         gate["comparison"]["chunk"]["dimensions"],
         gate["yardstick"]["chunk"]["dimensions"],
-        row["verdicts"],
+        rule(gate, "action_error")["verdicts"],
+        rule(gate, "action_rms_error")["verdicts"],
         strict=True,
     )
-    return [{**own, "other": other, "verdict": verdict} for own, other, verdict in pairs]
+    return [{**own, "other": other, "verdict": verdict, "rms_verdict": rms} for own, other, verdict, rms in rows]
 
 
 def _converted(record: Mapping[str, Any]) -> list[dict[str, Any]]:
