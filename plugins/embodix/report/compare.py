@@ -118,7 +118,7 @@ def compare_runs(
 
     Args:
         baseline: name of the run that the others are compared with; default: ``upstream``, else the first run with
-            upstream's packing and attention, else the first.
+            upstream's packing, attention and precision, else the first.
         bounds: analytic bound by variant name.
         num_warmup: steps at the start whose time does not count; default: the first tenth, at most five.
 
@@ -154,7 +154,8 @@ def _default_baseline(runs: Sequence[Run]) -> str:
 
 
 def _is_unchanged(run: Run) -> bool:
-    return run.manifest.packer == "none" and str(run.manifest.attention).startswith("upstream")
+    computes_as_upstream = run.manifest.packer == "none" and str(run.manifest.attention).startswith("upstream")
+    return computes_as_upstream and low_precision(run) is None
 
 
 def relative_difference(loss: float, reference: float) -> float:

@@ -7,7 +7,9 @@ import copy
 import functools
 import re
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,8 +22,12 @@ from embodix.plugins import build, registry
 from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.quantization.precision import torchao_float8
-from embodix.quantization.precision.block_scaling import BlockScaledFp8, transformer_engine_problem
+from embodix.quantization.precision import block_scaling, torchao_float8
+from embodix.quantization.precision.block_scaling import (
+    BlockScaledFp8,
+    TransformerEngineKernel,
+    transformer_engine_problem,
+)
 from embodix.quantization.precision.torchao_float8 import TorchaoFloat8, TorchaoKernel, fp8_units_problem
 from embodix.testing import groot, pi05
 from embodix.testing.errors import gradients_of
@@ -303,6 +309,60 @@ def test_probes_give_reasons_and_never_raise(monkeypatch: pytest.MonkeyPatch) ->
     reason = transformer_engine_problem(torch.device("cuda"))
     assert reason is not None
     assert "RuntimeError: cudart shared object not found" in reason and "install embodix[te]" in reason
+
+
+@pytest.fixture
+def stand_in_for_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What this code calls of Transformer Engine, with its demands on shapes. Lists the recipes it was entered with."""
+    entered: list[Any] = []
+
+    class Linear(nn.Module):
+        def __init__(self, in_features: int, out_features: int, bias: bool, params_dtype: Any, device: str) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
+            self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
+
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.zeros(1)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            assert len(rows) % 128 == 0
+            return nn.functional.linear(rows, self.weight, self.bias)
+
+    @contextmanager
+    def fp8_autocast(enabled: bool, fp8_recipe: Any) -> Iterator[None]:
+        assert enabled
+        entered.append(fp8_recipe)
+        yield
+
+    modules = {
+        "transformer_engine.pytorch": {"Linear": Linear, "fp8_autocast": fp8_autocast},
+        "transformer_engine.common.recipe": {"Float8BlockScaling": lambda: "block scaling"},
+    }
+    for name in ("transformer_engine", "transformer_engine.common", *modules):
+        module = types.ModuleType(name)
+        vars(module).update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules["transformer_engine"], "pytorch", sys.modules["transformer_engine.pytorch"], False)
+    block_scaling._layer_class.cache_clear()
+    yield entered
+    block_scaling._layer_class.cache_clear()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_transformer_engines_layer_takes_any_rows_and_adds_nothing_to_checkpoints(
+    stand_in_for_transformer_engine: list[Any], has_bias: bool
+) -> None:
+    layer = nn.Linear(128, 256, bias=has_bias)
+    twin = TransformerEngineKernel().convert(layer)
+    assert twin.weight is layer.weight and twin.bias is layer.bias
+    assert list(twin.state_dict()) == list(layer.state_dict())
+    x = torch.randn(3, 43, 128, requires_grad=True)
+    ours, theirs = (torch.autograd.grad(m(x).square().sum(), (x, layer.weight)) for m in (twin, layer))
+    torch.testing.assert_close(twin(x), layer(x))
+    torch.testing.assert_close(ours, theirs)
+    assert set(stand_in_for_transformer_engine) == {"block scaling"}
+    assert "whole blocks of 128" in str(TransformerEngineKernel().shape_problem((256, 96)))
 
 
 def test_options_are_checked() -> None:
