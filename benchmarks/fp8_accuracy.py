@@ -193,8 +193,15 @@ def success_rows(name: str, pair: Sequence[Evaluation]) -> list[dict[str, Any]]:
     """Success of each task before and after, and the pairs of all."""
     reference, quantized = pair
     before, after = success_by_task(reference.episodes), success_by_task(quantized.episodes)
+    most_steps = reference.details["env"]["episode_length"]
     return [
-        {"policy": name, "task": task, reference.name: success_words(before[task]), "fp8": success_words(after[task])}
+        {
+            "policy": name,
+            "task": task,
+            "steps at most": most_steps,
+            reference.name: success_words(before[task]),
+            "fp8": success_words(after[task]),
+        }
         for task in before
     ]
 
