@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draccus.utils import DecodingError
 from huggingface_hub.errors import HFValidationError
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TRAIN_CONFIG_NAME
@@ -19,7 +20,7 @@ from omegaconf import DictConfig
 from embodix.data.embodiments import EMBODIMENTS_DIR, embodiment_folder
 from embodix.data.mixture_spec import decode_mixture, is_mixture
 from embodix.quantization.blocks import ScaledWeight
-from embodix.quantization.file_format import QuantizedWeights, is_quantized
+from embodix.quantization.file_format import CONFIG_KEY, QuantizedWeights, is_quantized
 from embodix.training.checkpoint import ARCHITECTURE_FILE, OVERRIDES_FILE
 from embodix.training.run import compose_train, merge_overrides
 
@@ -86,6 +87,13 @@ class ModelFolder:
         except (OSError, HFValidationError) as error:
             raise ValueError(
                 f"There is no folder {self.model}, and the hub gave no model of that name: {error}"
+            ) from error
+        except DecodingError as error:
+            if CONFIG_KEY not in str(error):
+                raise
+            raise ValueError(
+                f"{self.model} on the hub is quantized; download it (hf download {self.model} --local-dir FOLDER) and "
+                "give the folder."
             ) from error
 
     def trained_instructions(self) -> list[str]:
