@@ -315,8 +315,8 @@ def _subjects(name: str, comparison: Comparison) -> Iterator[Subject]:
             yield "", 0.0, {}
     elif name in ("action_error", "action_rms_error"):
         for dimension in chunk.dimensions:
-            value = dimension.largest if name == "action_error" else dimension.rms
-            yield dimension.name, value, {"unit": dimension.unit}
+            error = dimension.largest if name == "action_error" else dimension.rms
+            yield dimension.name, error, {"unit": dimension.unit}
     elif name == "loss_change":
         yield "", comparison.loss.relative_change, {}
     else:
