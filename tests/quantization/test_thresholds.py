@@ -23,7 +23,8 @@ from embodix.quantization.accuracy import (
 )
 from embodix.quantization.blocks import quantize_blocks
 from embodix.quantization.formulas import evaluate
-from embodix.quantization.thresholds import RULES, RecipeNumbers, judge, named_numbers, rules_to_json
+from embodix.quantization.gate_rules import RULES
+from embodix.quantization.thresholds import RecipeNumbers, judge, named_numbers, rules_to_json
 
 FORMULA = {rule.name: rule.formula for rule in RULES}
 NOISE = 4**-3 / 12

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The accuracy gate: a policy against its low-precision self on held-out samples, judged by the rules of
-``embodix.quantization.thresholds``."""
+``embodix.quantization.gate_rules``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from embodix.evaluation.yardstick import WORDS, compute_dtype, other_precision
 from embodix.policies.settings import FastPathSettings
 from embodix.quantization.accuracy import Comparison, LayerAccuracy, relative_error, sqnr_db, worst_row_sqnr_db
 from embodix.quantization.block_weight import BlockScaledWeight
+from embodix.quantization.gate_rules import DEFINITIONS
 from embodix.quantization.kernels import KERNELS
 from embodix.quantization.selection import ModuleKind, module_kind
-from embodix.quantization.thresholds import DEFINITIONS, RecipeNumbers, RuleResult, judge, named_numbers, rules_to_json
+from embodix.quantization.thresholds import RecipeNumbers, RuleResult, judge, named_numbers, rules_to_json
 from embodix.schema.gate import GateSettings
 
 __all__ = ["GateResult", "GateSettings", "LowPrecision", "Quantizer", "run_gate", "run_low_precision_gate"]

@@ -16,7 +16,8 @@ class GateSettings:
         batch_size: samples that are computed together.
         seed: of the noise and the times, the same for every variant.
         dataset_root: folder of the data set; null for the run's own.
-        thresholds: rule -> a number or a formula in its place; see ``embodix.quantization.thresholds``.
+        thresholds: rule -> a number or a formula in its place, for example ``+gate.thresholds.chunk_cosine=0.9995``;
+            see ``embodix.quantization.gate_rules``.
     """
 
     num_samples: int = 64
