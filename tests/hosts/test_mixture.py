@@ -26,13 +26,17 @@ from embodix.attention.segment import SegmentAuto
 from embodix.data.embodiments import embodiment_folder, load_embodiment
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.evaluation.evaluate import run_evaluation
+from embodix.evaluation.gate_checkpoint import gate_checkpoint
+from embodix.evaluation.model_folder import find_model
 from embodix.packing.packers import PaddingFreePacker
 from embodix.patching import patched
 from embodix.policies.cost import read_dataset_facts
 from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.settings import FastPathSettings
+from embodix.quantization.fp8_block import Fp8BlockQuantizer
 from embodix.report.steps import read_steps
 from embodix.schema.compose import compose
+from embodix.schema.gate import GateSettings
 from embodix.testing.host_runs import small_groot_run, small_run, train_here
 from embodix.training.session import TrainingSession, current_session
 
@@ -132,6 +136,19 @@ def test_plain_upstream_evaluates_a_member(
     low, high = (torch.as_tensor(dataset.meta.stats["action"][name]) for name in ("q01", "q99"))
     middle = (low + high) / 2
     assert ((actions - middle).abs() < 6 * (high - low)).all()  # in the member's own units
+
+
+def test_the_accuracy_gate_takes_the_chosen_members_samples(whole_run: Path) -> None:
+    source = find_model(whole_run)
+    cfg = source.compose_run("pi05", [])
+    settings = GateSettings(num_samples=4, batch_size=2)
+    result = gate_checkpoint(source, cfg, Fp8BlockQuantizer(activations="high"), settings)
+    assert result.samples.endswith(
+        "arm: the last 2 of the 2 episodes that training saw: of their tasks it left fewer than two out"
+    )
+    assert len(result.comparison.chunk.dimensions) == 7
+    assert result.comparison.chunk.cosine > 0.999
+    assert all(layer.weight_db > 28 for layer in result.comparison.layers)
 
 
 def test_the_checkpoints_top_level_is_the_chosen_member(whole_run: Path) -> None:
