@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from embodix.policies.groot_n15.architecture import PUBLIC_ARCHITECTURE
 from embodix.quantization.selection import choose_modules
@@ -94,3 +95,29 @@ def test_parts_add_up(request: pytest.FixtureRequest, policy_name: str, policy_t
 def test_scales_of_incomplete_blocks_count_in_full() -> None:
     assert scaled_bytes((128, 128)) == 128 * 128 + 4
     assert scaled_bytes((129, 1)) == 129 + 8
+
+
+def test_a_language_model_of_three_billion_parameters() -> None:
+    """Qwen2.5-VL-3B (sizes of its public config), for which block-wise FP8 has been reported to save 36.6 %: its
+    decoder's linear layers alone save nearly that. Its head is tied to the embedding, and it has no action head."""
+    text = {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    }
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    before = sum(2 * parameter.numel() for parameter in model.parameters())
+    linears = [
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ".language_model.layers." in name
+    ]
+    after = before - sum(2 * weight.numel() - scaled_bytes(tuple(weight.shape)) for weight in linears)
+    assert (before // 2, len(linears)) == (3_754_622_976, 7 * 36)
+    assert round(100 * (1 - after / before), 1) == 36.9
