@@ -26,6 +26,19 @@ def print_quantization(record: Mapping[str, Any], console: Console | None = None
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
+def print_quantizations(records: Mapping[str, Mapping[str, Any]], console: Console | None = None) -> None:
+    """Print several records of ``lerobot quantize`` as one table, a row each."""
+    table = Table(title="Bytes of the weights, by job", title_justify="left")
+    table.add_column("job", overflow="fold")
+    for column in ("modules", "before", "after", "saved", "gate"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, record in records.items():
+        _, _, before, after, saved = _row(record["sizes"]["total"])
+        gate = "" if record["gate"] is None else "passed" if record["gate"]["passed"] else "failed"
+        table.add_row(name, str(len(record["quantization"]["converted"])), before, after, saved, gate)
+    (console or Console()).print(table)
+
+
 def size_table(sizes: Mapping[str, Any]) -> Table:
     """Bytes before and after by part."""
     table = Table(title="Bytes of the weights, before and after", title_justify="left")
@@ -75,7 +88,8 @@ def _sentences(record: Mapping[str, Any]) -> list[str]:
     if record["gate"]:
         gate = record["gate"]
         verdict = "passed" if gate["passed"] else "failed"
-        sentences.append(f"Accuracy gate {verdict}: {count(len(gate['rules']), 'rule')} judged, each in quantize.json.")
+        num_judged = sum(row["num_judged"] > 0 for row in gate["rules"])
+        sentences.append(f"Accuracy gate {verdict}: {count(num_judged, 'rule')} judged, each in quantize.json.")
     if "output" in record:
         sentences.append(f"Written: {record['output']}. Evaluate it as the original: lerobot eval checkpoint=...")
     if "language_model" in record:
