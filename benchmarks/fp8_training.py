@@ -2,7 +2,7 @@
 """FP8 training against float32 on the same samples and random stream: loss, gradients and rounding of every layer.
 
 A small π0.5 on the four tasks of `lerobot data learn_metaworld`, packed, by `lerobot train`'s own loop: one variant in
-float32, one a recipe, emulated on a CPU, one step of each in turn. At several of the float32 variant's checkpoints
+float32, one in bfloat16 for scale, one a recipe, emulated on a CPU, one step of each in turn. At several of the float32 variant's checkpoints
 every recipe then computes the gradients of one batch, with float32's weights and random stream: of the whole policy in
 FP8, and of each layer by itself, from the inputs and output gradients that float32 gives it.
 
@@ -45,6 +45,7 @@ RECIPES = {
     "rowwise, weight gradients in high precision": "fp8_rowwise_gw_hp",
     "blocks": "fp8_block_emulated",
 }
+BFLOAT16, NOT_SAVED = "bfloat16", "train.save_checkpoint=false"
 LOSS_TOLERANCE, COSINE = 0.01, 0.995
 MEASURES = ("weight", "output", "output gradient", "weight gradient")
 Layer = dict[str, float]
@@ -70,7 +71,7 @@ Measured = dict[str, dict[int, AtStep]]
 
 
 def train(num_steps: int, start: Path | None, save_freq: int, folder: Path) -> list[TrainingSession]:
-    """Sessions of float32 and of every recipe, in that order, trained and still open."""
+    """Sessions of float32, of π0.5's own bfloat16 and of every recipe, in that order, trained and still open."""
     overrides = [
         "experiment=learn_metaworld",
         "+plugin=embodix",
@@ -79,8 +80,8 @@ def train(num_steps: int, start: Path | None, save_freq: int, folder: Path) -> l
     ]
     if start is not None:
         overrides.append(f"policy.pretrained_path={find_checkpoint(start).config_path.parent}")
-    variants = {"float32": [f"train.save_freq={save_freq}"]}
-    variants |= {name: [f"precision={group}", "train.save_checkpoint=false"] for name, group in RECIPES.items()}
+    variants = {"float32": [f"train.save_freq={save_freq}"], BFLOAT16: [f"policy.dtype={BFLOAT16}", NOT_SAVED]}
+    variants |= {name: [f"precision={group}", NOT_SAVED] for name, group in RECIPES.items()}
     composed = compose_variants(OmegaConf.create({"variants": variants}), overrides, folder)
     with host_context(composed[0].cfg):
         return train_side_by_side(composed)
@@ -259,6 +260,9 @@ def as_result(
         "pass also moves the point at which the gradient is taken. For scale: float32's own gradients of two batches "
         f"have a cosine of {statistics.median(between_batches):.2f} (median over layers and steps; "
         f"{min(between_batches):.2f} to {max(between_batches):.2f}).",
+        "for_scale": f"π0.5's own bfloat16 (policy.dtype=bfloat16, no FP8) on the same samples: mean loss "
+        f"{losses[BFLOAT16]['mean_loss_difference']:+.2%} against float32's, largest difference of a step "
+        f"{losses[BFLOAT16]['largest_difference_of_a_step']:.2%}.",
         "float32_cpu_ms_a_step": 1e3 * losses["float32"]["cpu_seconds_a_step"],
         "smallest_of_each_layer": {name: layer_rows(rows) for name, rows in gradients.items()},
         "losses": [{"variant": name, **row} for name, row in losses.items()],

@@ -23,11 +23,14 @@ from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.quantization.precision import block_scaling, torchao_float8
+from embodix.quantization.precision.block_rounding import BlockRoundedLinear
 from embodix.quantization.precision.block_scaling import (
     BlockScaledFp8,
+    EmulatedBlocks,
     TransformerEngineKernel,
     transformer_engine_problem,
 )
+from embodix.quantization.precision.installation import first_products_problem
 from embodix.quantization.precision.torchao_float8 import TorchaoFloat8, TorchaoKernel, fp8_units_problem
 from embodix.testing import groot, pi05
 from embodix.testing.errors import gradients_of
@@ -363,6 +366,40 @@ def test_transformer_engines_layer_takes_any_rows_and_adds_nothing_to_checkpoint
     torch.testing.assert_close(ours, theirs)
     assert set(stand_in_for_transformer_engine) == {"block scaling"}
     assert "whole blocks of 128" in str(TransformerEngineKernel().shape_problem((256, 96)))
+
+
+class _Broken(EmulatedBlocks):
+    """Fails, or computes something else."""
+
+    def __init__(self, factor: float | None) -> None:
+        super().__init__("for the test")
+        self._factor = factor
+
+    def convert(self, layer: nn.Linear) -> nn.Module:
+        twin = BlockRoundedLinear.of(layer)
+        factor = self._factor
+        if factor is not None:
+            twin.register_forward_hook(lambda module, inputs, output: output * factor)
+        else:
+            twin.weight = nn.Parameter(torch.zeros(3, 3))
+        return twin
+
+
+def test_a_kernel_whose_first_products_fail_or_are_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = torch.get_rng_state()
+    assert first_products_problem(EmulatedBlocks("for the test"), CPU) is None
+    assert "are off by 0.5" in str(first_products_problem(_Broken(0.5), CPU))
+    assert "failed: RuntimeError" in str(first_products_problem(_Broken(None), CPU))
+    assert torch.equal(torch.get_rng_state(), state)
+
+    monkeypatch.setattr(block_scaling, "transformer_engine_problem", lambda device: None)
+    monkeypatch.setattr(block_scaling, "TransformerEngineKernel", lambda: _Broken(0.5))
+    described = BlockScaledFp8().install(pi05.small_pi05(), "pi05", CPU).describe()
+    assert "are off by 0.5" in described["fallback"]
+    with pytest.raises(ValueError, match=r"strict=true refuses to emulate FP8: the first products"):
+        BlockScaledFp8(strict=True).install(pi05.small_pi05(), "pi05", CPU)
 
 
 def test_options_are_checked() -> None:

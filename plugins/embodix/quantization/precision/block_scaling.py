@@ -13,8 +13,13 @@ from torch import Tensor, nn
 
 from embodix.quantization.blocks import BLOCK
 from embodix.quantization.precision.block_rounding import BlockRoundedLinear
-from embodix.quantization.precision.gemm_gate import GemmGate, gate_options
-from embodix.quantization.precision.installation import LinearKernel, PrecisionInstallation, install_kernel
+from embodix.quantization.precision.gemm_gate import gate_for, gate_options
+from embodix.quantization.precision.installation import (
+    LinearKernel,
+    PrecisionInstallation,
+    first_products_problem,
+    install_kernel,
+)
 from embodix.quantization.precision.torchao_float8 import KernelChoice, emulation_reason, require_choice
 
 
@@ -38,7 +43,7 @@ class BlockScaledFp8:
     Args:
         kernel: ``auto`` takes Transformer Engine, and emulates where it can't run; ``emulated`` always emulates.
         strict: emulating where ``auto`` was asked for is an error.
-        gemm_gate: ``enabled``, ``threshold`` and ``table`` of :class:`GemmGate`.
+        gemm_gate: ``enabled``, ``threshold`` and ``table`` of its gate.
 
     Raises:
         ValueError: an unknown kernel or option of the gate.
@@ -63,11 +68,12 @@ class BlockScaledFp8:
         Raises:
             ValueError: Transformer Engine can't run, with ``strict``, or a policy that has no float32 weights.
         """
-        fallback = emulation_reason(self._kernel, transformer_engine_problem(device), self._strict)
+        problem = transformer_engine_problem(device)
+        if problem is None and self._kernel == "auto":
+            problem = first_products_problem(TransformerEngineKernel(), device)
+        fallback = emulation_reason(self._kernel, problem, self._strict)
         kernel: LinearKernel = TransformerEngineKernel() if fallback is None else EmulatedBlocks(fallback)
-        gate = None
-        if fallback is None and self._gate.get("enabled", True):
-            gate = GemmGate(device, kernel.name, **self._gate)
+        gate = gate_for(kernel.name, device, self._gate) if fallback is None else None
         return install_kernel(policy, policy_type, kernel, gate)
 
 

@@ -132,7 +132,6 @@ class GemmGate:
     Args:
         device: that the layers compute on.
         kernel: of the FP8 products.
-        enabled: False keeps FP8 everywhere without timing anything.
         threshold: FP8 is kept where it is more than this many times as fast.
         table: a file of timings to decide by, instead of timing.
         clock: measures a call.
@@ -149,14 +148,13 @@ class GemmGate:
         device: torch.device,
         kernel: str,
         *,
-        enabled: bool = True,
         threshold: float = 1.0,
         table: Path | str | None = None,
         clock: Clock = seconds_a_call,
     ) -> None:
         if not threshold > 0:
             raise ValueError(f"gemm_gate.threshold is a ratio of times above 0; got {threshold}.")
-        self.enabled, self.threshold = enabled, threshold
+        self.threshold = threshold
         self.device, self._kernel, self._clock = device, kernel, clock
         self.source = None if table is None else str(table)
         self.table: GemmTable | None = None if table is None else self._read(table)
@@ -271,7 +269,7 @@ def _of_first_process(timing: GemmTiming) -> GemmTiming:
 
 
 def gate_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The ``gemm_gate`` node of a precision's options.
+    """The ``gemm_gate`` node of a precision's options, checked.
 
     Raises:
         ValueError: an unknown key.
@@ -281,3 +279,13 @@ def gate_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"gemm_gate has the options {', '.join(sorted(known))}; got {', '.join(unknown)}.")
     return dict(options or {})
+
+
+def gate_for(kernel: str, device: torch.device, options: Mapping[str, Any]) -> GemmGate | None:
+    """The gate that ``gate_options`` ask for; None where they set ``enabled`` to false.
+
+    Raises:
+        ValueError: as :class:`GemmGate`.
+    """
+    chosen = {name: value for name, value in options.items() if name != "enabled"}
+    return GemmGate(device, kernel, **chosen) if options.get("enabled", True) else None

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from embodix.quantization.precision.gemm_gate import GemmGate, GemmTable
 from embodix.quantization.selection import ModuleChoice, choose_modules
 
+# Largest relative error (Frobenius norm) that first products may have; two operands of e4m3 and e5m2 cost 0.06.
+TOLERANCE = 0.15
+
 
 class LinearKernel(Protocol):
     """How one linear layer is computed."""
@@ -211,6 +214,33 @@ def install_kernel(
         for place in places:
             place.kept, place.decision = True, "linear layer of the language model's decoder"
     return PrecisionInstallation(kernel, places, skipped, gate)
+
+
+def first_products_problem(kernel: LinearKernel, device: torch.device) -> str | None:
+    """Why a kernel can't be used on a device that should run it: its first products fail or are wrong; or None.
+
+    The run's random stream is left where it was.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        layer = nn.Linear(256, 128, bias=False, device=device)
+        x_MK, slope_MN = (torch.randn(33, size, device=device, requires_grad=True) for size in (256, 128))
+    wanted = _output_and_gradients(layer, layer.weight, x_MK, slope_MN)
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            got = _output_and_gradients(kernel.convert(layer), layer.weight, x_MK, slope_MN)
+    except Exception as failure:
+        # A kernel that should run may still refuse this machine; what it says becomes the reason.
+        return f"the first products of {kernel.name} failed: {type(failure).__name__}: {failure}"
+    errors = [float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in zip(got, wanted, strict=True)]
+    if not max(errors) <= TOLERANCE:
+        return f"the first products of {kernel.name} are off by {max(errors):.2g} (relative), more than {TOLERANCE}"
+    return None
+
+
+def _output_and_gradients(layer: nn.Module, weight: Tensor, x_MK: Tensor, slope_MN: Tensor) -> list[Tensor]:
+    output_MN = layer(x_MK)
+    gradients = torch.autograd.grad(output_MN, (x_MK, weight), slope_MN.to(output_MN.dtype))
+    return [output_MN.detach(), *gradients]
 
 
 def _place(policy: nn.Module, choice: ModuleChoice, kernel: LinearKernel, decision: str) -> Place:

@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from embodix.quantization.precision.gemm_gate import GemmGate, gate_options
-from embodix.quantization.precision.installation import PrecisionInstallation, install_kernel
+from embodix.quantization.precision.gemm_gate import gate_for, gate_options
+from embodix.quantization.precision.installation import PrecisionInstallation, first_products_problem, install_kernel
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 KernelChoice = Literal["auto", "emulated"]
@@ -58,7 +58,7 @@ class TorchaoFloat8:
         strict: emulating where ``auto`` was asked for is an error.
         compile: have torch.compile fuse the casts with their neighbours, without which FP8 seldom pays; None for where
             the products are not emulated.
-        gemm_gate: ``enabled``, ``threshold`` and ``table`` of :class:`GemmGate`.
+        gemm_gate: ``enabled``, ``threshold`` and ``table`` of its gate.
 
     Raises:
         ValueError: an unknown recipe, kernel or option of the gate.
@@ -90,12 +90,13 @@ class TorchaoFloat8:
         missing = torchao_problem()
         if missing:
             raise ValueError(f"precision by torchao: {missing}, or set precision=none.")
-        fallback = emulation_reason(self._kernel, fp8_units_problem(device), self._strict)
+        problem = fp8_units_problem(device)
+        if problem is None and self._kernel == "auto":
+            problem = first_products_problem(TorchaoKernel(self._recipe, None, compiled=False), device)
+        fallback = emulation_reason(self._kernel, problem, self._strict)
         compiled = fallback is None if self._compile is None else self._compile
         kernel = TorchaoKernel(self._recipe, fallback, compiled)
-        gate = None
-        if fallback is None and self._gate.get("enabled", True):
-            gate = GemmGate(device, kernel.name, **self._gate)
+        gate = gate_for(kernel.name, device, self._gate) if fallback is None else None
         return install_kernel(policy, policy_type, kernel, gate)
 
 
