@@ -231,8 +231,12 @@ def test_a_sweep_over_options_writes_a_folder_each(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantize: Command
 ) -> None:
     words = ("-m", "quantization.options.embeddings=true,false", f"hydra.sweep.dir={tmp_path / 'sweep'}")
-    code, _, error = quantize(runs["pi05"], tmp_path / "out", *words)
+    code, printed, error = quantize(runs["pi05"], tmp_path / "out", *words)
     assert code == 0, error
+    table = printed[printed.index("Bytes of the weights, by job") :]
+    cells = [[cell.strip() for cell in line.split("│")] for line in table.splitlines() if line.startswith("│")]
+    assert [row[2] for row in cells if row[2]] == ["22", "21"]
+    assert "embeddings=False" in "".join(row[1] for row in cells)
     sizes = [(tmp_path / "out" / str(job) / "model.safetensors").stat().st_size for job in (0, 1)]
     assert sizes[0] < sizes[1]
 

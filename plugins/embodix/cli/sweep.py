@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,17 @@ class EvaluationTable(Callback):
             page = folder / "results.html"
             page.write_text(render_evaluations(evaluated, folder))
             print(f"Page of all: {page}")
+
+
+class QuantizationTable(Callback):
+    """Shows what the jobs of a sweep of ``lerobot quantize`` save beside each other."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from embodix.report.quantization_table import print_quantizations
+
+        records = {}
+        for path in sorted(Path(config.hydra.sweep.dir).glob("*/quantize.json"), key=lambda path: path.parent.name):
+            record = json.loads(path.read_text())
+            varied = [word for word in record["overrides"] if not word.startswith(("checkpoint=", "output="))]
+            records[f"{path.parent.name}: {' '.join(varied)}"] = record
+        print_quantizations(records)

@@ -58,7 +58,7 @@ class QuantizeChoices:
     Attributes:
         recipe: what is converted.
         options: of the quantizer.
-        overrides: of the quantizer's options, as the command has them.
+        overrides: of the command.
     """
 
     recipe: Recipe
@@ -82,13 +82,14 @@ class QuantizeChoices:
         heads: UnusedHeads = "quantize" if options["unused_heads"] else cfg.unused_heads
         options["unused_heads"] = heads == "quantize"
         recipe = Recipe(bool(options["embeddings"]), heads, REST_DTYPES[cfg.rest_dtype])
-        return cls(recipe, options, [o for o in overrides if o.startswith("quantization.options.")])
+        return cls(recipe, options, list(overrides))
 
     def evaluated_with(self, planned: PlannedConversion) -> list[str]:
         """Hydra overrides that choose the modules that the file has in FP8."""
         has_head = any(choice.kind == "unused_head" for choice in planned.converted)
         heads = f"quantization.options.unused_heads={str(has_head).lower()}"
-        return [f"quantization={QUANTIZER}", *merge_overrides(self.overrides, [heads])]
+        named = [override for override in self.overrides if override.startswith("quantization.options.")]
+        return [f"quantization={QUANTIZER}", *merge_overrides(named, [heads])]
 
     def to_json(self) -> dict[str, Any]:
         """The choices for the file, for the record."""
@@ -128,7 +129,12 @@ def _count_policy(cfg: DictConfig, choices: QuantizeChoices) -> dict[str, Any]:
     policy = policy_skeleton(unfed_config(fields), architecture)
     planned = plan_conversion(policy, fields["type"], choices.recipe)
     source = "the policy as it is built" + ("" if architecture is not None else ", at its real size")
-    return quantization_record(planned, source, choices.to_json(), choices.options)
+    return _record(planned, source, choices)
+
+
+def _record(planned: PlannedConversion, source: str, choices: QuantizeChoices) -> dict[str, Any]:
+    record = quantization_record(planned, source, choices.to_json(), choices.options)
+    return {**record, "overrides": choices.overrides}
 
 
 class _Quantization:
@@ -160,7 +166,7 @@ class _Quantization:
             with prepared_host(self._source, run_cfg, self._cfg.tokenizer.directory):
                 policy = policy_skeleton(policy_config(self._source, {}), self._source.architecture)
             planned = plan_conversion(policy, policy_type, self._choices.recipe, tensors.specs)
-            record = quantization_record(planned, str(self._folder), self._choices.to_json(), self._choices.options)
+            record = _record(planned, str(self._folder), self._choices)
             if self._cfg.gate.enabled:
                 self._pass_gate(run_cfg, record)
             if self._cfg.sizes == "also":
