@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from embodix.evaluation.held_out import choose_episodes, spread_frames
+from embodix.evaluation.held_out import _trained_on, choose_episodes, spread_frames
 
 ONE_TASK, TWO_TASKS = ["open"] * 40, ["open"] * 20 + ["close"] * 20
 
@@ -30,6 +34,24 @@ def test_where_training_left_none_out_it_is_the_last_tenth_and_said():
     assert "that training saw: of their tasks it left fewer than two out" in words
     assert choose_episodes(ONE_TASK[:3], None)[0] == [1, 2]
     assert choose_episodes(ONE_TASK, list(range(39)))[0] == [35, 36, 37, 38]
+
+
+def test_of_another_recording_all_are_taken():
+    assert choose_episodes(TWO_TASKS, []) == (list(range(40)), "40 episodes of another recording than training's")
+
+
+def test_a_folder_is_another_recording_where_the_run_has_its_own(tmp_path):
+    source = SimpleNamespace(
+        train_config={"dataset": {"repo_id": "a/b", "root": str(tmp_path / "own"), "episodes": [3]}}
+    )
+    cfg = OmegaConf.create({"dataset": {"name": "lerobot"}})
+    for name in ("own", "other"):
+        (tmp_path / name / "meta").mkdir(parents=True)
+        (tmp_path / name / "meta" / "info.json").write_text("{}")
+    assert _trained_on(source, cfg, str(tmp_path / "other")).episodes == []
+    assert _trained_on(source, cfg, str(tmp_path / "own" / ".." / "own")).episodes == [3]
+    shutil.rmtree(tmp_path / "own")
+    assert _trained_on(source, cfg, str(tmp_path / "other")).episodes == [3], "its own, moved"
 
 
 def test_a_single_episode_is_refused():

@@ -59,7 +59,7 @@ class TrainedOn:
 
     Attributes:
         repo_id, root, video_backend: as in upstream's ``DatasetConfig``.
-        episodes: those that training read; None for all.
+        episodes: those that training read; None for all, none for another recording.
     """
 
     repo_id: str
@@ -74,7 +74,8 @@ def held_out_batches(
     """Samples of the run's own data set; of a mixture, of the member that it is evaluated as.
 
     From the episodes of its tasks that the run left out, where there are two at least, else from the last tenth of
-    those it was trained on. Call it with the policy's patches and its tokenizer in force.
+    those it was trained on. ``settings.dataset_root`` names another recording, of which all are taken. Call it with the
+    policy's patches and its tokenizer in force.
 
     Args:
         source: the checkpoint.
@@ -118,7 +119,7 @@ def choose_episodes(tasks: Sequence[Any], trained: Sequence[int] | None) -> tupl
 
     Args:
         tasks: of each episode of the data set.
-        trained: the episodes that training read; None for all.
+        trained: the episodes that training read; None for all, none for a recording that it did not read.
 
     Raises:
         ValueError: fewer than two episodes.
@@ -128,6 +129,8 @@ def choose_episodes(tasks: Sequence[Any], trained: Sequence[int] | None) -> tupl
             f"The accuracy gate compares on samples of two episodes at least, and the data set has {len(tasks)}: one "
             "episode says nothing of the others. Give another recording of the same robot: gate.dataset_root=..."
         )
+    if trained is not None and not trained:
+        return list(range(len(tasks))), f"{len(tasks)} episodes of another recording than training's"
     read = sorted(trained) if trained is not None else list(range(len(tasks)))
     known = {tasks[episode] for episode in read}
     left_out = [episode for episode in range(len(tasks)) if episode not in read and tasks[episode] in known]
@@ -167,19 +170,33 @@ def _bounds(meta: LeRobotDatasetMetadata, episode: int) -> tuple[int, int]:
 def _trained_on(source: ModelFolder, cfg: DictConfig, root: str | None) -> TrainedOn:
     """The run's data set, or the one in another folder in its place.
 
+    That is another recording where the run's own is on this machine, too; else it is taken for the run's own, moved.
+
     Raises:
         ValueError: not on this machine.
     """
     found = _of_mixture(cfg) if is_mixture(cfg.dataset) else _of_run(source)
     if root is not None:
-        found = TrainedOn(found.repo_id if found else Path(root).name, root, found.episodes if found else None)
-    if found is None or (found.root is not None and not (Path(found.root) / "meta" / "info.json").is_file()):
+        is_other = (
+            found is not None and found.root is not None and _is_dataset(found.root) and not _same(found.root, root)
+        )
+        episodes = [] if is_other else found.episodes if found else None
+        found = TrainedOn(found.repo_id if found else Path(root).name, root, episodes)
+    if found is None or (found.root is not None and not _is_dataset(found.root)):
         where = "nothing says what it was trained on" if found is None else f"there is none at {found.root}"
         raise ValueError(
             f"The accuracy gate measures {source.model} on its own data set, and {where}. "
             "Give its folder: gate.dataset_root=data/metaworld_demo."
         )
     return found
+
+
+def _is_dataset(root: str) -> bool:
+    return (Path(root) / "meta" / "info.json").is_file()
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
 
 
 def _of_run(source: ModelFolder) -> TrainedOn | None:
