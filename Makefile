@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make demo` and `make test` do all the set-up themselves, on a bare Linux machine too; a second run reuses it.
 .DEFAULT_GOAL := help
-.PHONY: help setup libero demo test lint bench docs lock clean
+.PHONY: help setup libero rl rlinf-tests demo test lint bench docs lock clean
 SHELL := /bin/bash
 BIN := .venv/bin
 PYTEST_ARGS ?=
@@ -11,13 +11,19 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 setup: ## create or update .venv (system packages, Python, the locked packages, embodix)
 	@scripts/setup.sh
 
 libero: setup ## install LIBERO with its assets (1.3 GB) and set it up
 	@scripts/libero.sh
+
+rl: setup ## install RLinf and Ray for `lerobot rl` (0.35 GB)
+	@scripts/rl.sh
+
+rlinf-tests: rl ## run RLinf's own CPU unit tests with embodix's patches: make rlinf-tests CHECKOUT=<RLinf at v0.3>
+	@scripts/rlinf_tests.sh "$(CHECKOUT)"
 
 demo: setup ## record data in the simulator, train upstream and embodix side by side, write the report
 	$(BIN)/lerobot data metaworld

@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOCK = (REPOSITORY / "requirements.lock").read_text()
 LIBERO_LOCK = (REPOSITORY / "requirements-libero.lock").read_text()
+RL_LOCK = (REPOSITORY / "requirements-rl.lock").read_text()
 LOCKED_EXTRAS = ("sims", "pusht", "groot", "fp8", "sweep", "logging", "dev")
 
 
@@ -22,13 +23,15 @@ def _locked(lock: str = LOCK) -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pins}
 
 
-@pytest.mark.parametrize("lock", [LOCK, LIBERO_LOCK], ids=["requirements", "requirements-libero"])
+@pytest.mark.parametrize(
+    "lock", [LOCK, LIBERO_LOCK, RL_LOCK], ids=["requirements", "requirements-libero", "requirements-rl"]
+)
 def test_lock_records_no_address(lock):
     assert not re.search(r"://|--(extra-)?index|find-links", lock)
     assert not (REPOSITORY / "uv.lock").exists()
 
 
-@pytest.mark.parametrize(("lock", "num_least"), [(LOCK, 100), (LIBERO_LOCK, 15)])
+@pytest.mark.parametrize(("lock", "num_least"), [(LOCK, 100), (LIBERO_LOCK, 15), (RL_LOCK, 40)])
 def test_every_locked_package_has_a_hash(lock, num_least):
     entries = re.split(r"\n(?=[A-Za-z0-9])", lock)
     pinned = [entry for entry in entries if re.match(r"[A-Za-z0-9._-]+==", entry)]
@@ -54,6 +57,14 @@ def test_libero_adds_to_the_lock_and_moves_nothing():
     for requirement in map(Requirement, project["optional-dependencies"]["libero"]):
         locked = {**_locked(), **libero}[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(locked), f"{requirement.name} {locked} is outside {requirement}"
+
+
+def test_rl_adds_to_the_lock_and_moves_nothing():
+    rl = _locked(RL_LOCK)
+    assert not set(rl) & set(_locked())
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, project["optional-dependencies"]["rl"]):
+        assert requirement.specifier.contains(rl[canonicalize_name(requirement.name)])
 
 
 def test_gpu_packages_stay_out_of_the_lock():

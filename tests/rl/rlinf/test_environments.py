@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from embodix.rl.rlinf import latency_env
 from embodix.rl.rlinf.environments import environment_class
 from embodix.rl.rlinf.latency_env import LatencyEnv
 from embodix.rl.rlinf.observations import cameras_of, from_host, to_host
@@ -184,15 +185,22 @@ def _latency(place=0, num_envs=2, max_steps=MAX_STEPS, **declared):
     return LatencyEnv(config, num_envs, place, 2)
 
 
-def test_latency_steps_take_the_declared_time():
-    env = _latency(step_s=0.03, step_s_per_env=0.01, num_envs=3, reset_s={"mean_s": 0.04})
-    begun = time.perf_counter()
+def test_latency_steps_take_the_declared_time(monkeypatch):
+    spent = []
+    monkeypatch.setattr(latency_env, "spend", lambda seconds, begun=None: spent.append(seconds))
+    env = _latency(step_s=0.03, step_s_per_env=0.01, num_envs=3, reset_s={"mean_s": 0.04}, max_steps=8)
     env.reset()
-    after_reset = time.perf_counter()
-    env.chunk_step(np.zeros((3, 4, 2)))
-    after_step = time.perf_counter()
-    assert after_reset - begun >= 0.04
-    assert 0.06 <= after_step - after_reset < 0.06 + 0.1
+    for _ in range(2):
+        env.chunk_step(np.zeros((3, 4, 2)))
+    assert spent == pytest.approx([0.04, 0.06, 0.06, 0.04])  # the last for the episodes that begin again
+
+
+def test_latency_steps_wait():
+    env = _latency(step_s=0.05)
+    env.reset()
+    begun = time.perf_counter()
+    env.chunk_step(np.zeros((2, 4, 2)))
+    assert time.perf_counter() - begun >= 0.05
 
 
 def test_latency_episodes_end_where_declared_and_reward_acting_on_the_state():

@@ -18,6 +18,7 @@ from embodix.rl.rlinf.placement import Placement
 PASS_THROUGH_ENV = "realworld"
 ACTOR_GROUP, ROLLOUT_GROUP, ENV_GROUP = "ActorGroup", "RolloutGroup", "EnvGroup"
 TIMELINE_FOLDER = "timeline"
+CHECKPOINT_PREFIX = "global_step_"
 
 
 def host_config(cfg: DictConfig, placement: Placement, runner: Mapping[str, Any], folder: Path) -> DictConfig:
@@ -32,13 +33,13 @@ def host_config(cfg: DictConfig, placement: Placement, runner: Mapping[str, Any]
     Raises:
         ValueError: an environment or policy that can't run so.
     """
-    model = model_node(cfg)
+    environment, model = environment_node(cfg), model_node(cfg)
     composed = OmegaConf.create(
         {
             "cluster": {"num_nodes": 1, "component_placement": dict(placement.component_placement)},
             "runner": _runner_node(cfg, folder),
             "algorithm": _algorithm_node(cfg),
-            "env": _env_node(cfg, model),
+            "env": _env_node(cfg, environment),
             "rollout": _rollout_node(cfg, model),
             "actor": _actor_node(cfg, model),
             "weight_syncer": _weight_syncer_node(cfg),
@@ -61,9 +62,9 @@ def _runner_node(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         "max_steps": cfg.rl.steps,
         "only_eval": False,
         "val_check_interval": cfg.rl.eval_every or -1,
-        "save_interval": cfg.rl.save_every or -1,
+        "save_interval": cfg.rl.save_every or -1,  # RLinf saves after the last step too where it saves at all
         "weight_sync_interval": 1,
-        "resume_dir": None,
+        "resume_dir": None if cfg.resume is None else str(last_checkpoint(Path(cfg.resume))),
         "ckpt_path": None,
     }
 
@@ -73,9 +74,8 @@ def _algorithm_node(cfg: DictConfig) -> dict[str, Any]:
     return {**node, "group_size": cfg.rollout.group_size}
 
 
-def _env_node(cfg: DictConfig, model: Mapping[str, Any]) -> dict[str, Any]:
+def _env_node(cfg: DictConfig, node: Mapping[str, Any]) -> dict[str, Any]:
     rollout, evaluation = cfg.rollout, cfg.evaluation
-    node = environment_node(cfg)
     episode = rollout.max_episode_steps or node["episode_steps"]
     common = {
         "env_type": PASS_THROUGH_ENV,
@@ -143,6 +143,23 @@ def _actor_node(cfg: DictConfig, model: Mapping[str, Any]) -> dict[str, Any]:
         },
         "fsdp_config": fsdp_node(model["wrapped_layers"]),
     }
+
+
+def last_checkpoint(folder: Path) -> Path:
+    """The latest ``global_step_<n>`` of a run folder, or the folder itself if it is one.
+
+    Raises:
+        ValueError: no checkpoint there.
+    """
+    if folder.name.startswith(CHECKPOINT_PREFIX) and (folder / "actor").is_dir():
+        return folder
+    saved = [path for path in folder.glob(f"checkpoints/{CHECKPOINT_PREFIX}*") if (path / "actor").is_dir()]
+    if not saved:
+        raise ValueError(
+            f"resume={folder} holds no checkpoint ({folder}/checkpoints/{CHECKPOINT_PREFIX}<n>/actor); `lerobot rl` "
+            "writes them with rl.save_every=<steps>."
+        )
+    return max(saved, key=lambda path: int(path.name.removeprefix(CHECKPOINT_PREFIX)))
 
 
 def fsdp_node(wrapped_layers: list[str]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def place(settings: PlacementSettings) -> Placement:
         "rollout": settings.rollout_workers,
         "actor": settings.actor_workers,
     }
-    workers = {name: asked[name] or len(ranges[name]) for name in _COMPONENTS}
+    workers = {name: len(ranges[name]) if number is None else number for name, number in asked.items()}
     _require_even(workers, ranges, on_accelerators=settings.accelerators > 0)
     strings = {name: f"{_span(ranges[name])}:{_span(range(workers[name]))}" for name in _COMPONENTS}
     return Placement(workers, strings)

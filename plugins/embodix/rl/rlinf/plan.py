@@ -46,14 +46,32 @@ def plan_run(cfg: DictConfig, folder: Path) -> RunPlan:
     Raises:
         ValueError: sizes, placement, environment, policy or runner that can't run so.
     """
-    if cfg.rl.steps < 1:
-        raise ValueError(f"rl.steps counts training steps, at least 1; got {cfg.rl.steps}.")
+    _require_legal_intervals(cfg)
     placement = place(PlacementSettings(**_plain(cfg.placement)))
     sizes = sizes_of(cfg, placement)
     runner: HostRunner = plugins.build("runners", cfg.runner.name, _plain(cfg.runner.options))
     runner.check(sizes)
+    if cfg.rl.eval_every and not runner.evaluates:
+        raise ValueError(
+            f"runner={cfg.runner.name} does not evaluate while it trains; set rl.eval_every=null, or take runner=sync."
+        )
     host = host_config(cfg, placement, runner.host_settings(sizes), folder)
     return RunPlan(sizes, placement, runner, ClusterSettings(**_plain(cfg.cluster)), host)
+
+
+def _require_legal_intervals(cfg: DictConfig) -> None:
+    for name in ("steps", "save_every", "eval_every"):
+        value = cfg.rl[name]
+        if value is not None and value < 1:
+            raise ValueError(f"rl.{name} counts training steps, at least 1; got {value}.")
+    save, evaluate = cfg.rl.save_every, cfg.rl.eval_every
+    if save and evaluate and save % evaluate:
+        below = save // evaluate * evaluate
+        nearest = " or ".join(str(near) for near in (below, below + evaluate) if near)
+        raise ValueError(
+            f"RLinf evaluates whatever it saves: rl.save_every={save} must be a multiple of rl.eval_every={evaluate}; "
+            f"nearest: {nearest}."
+        )
 
 
 def sizes_of(cfg: DictConfig, placement: Placement) -> RunSizes:

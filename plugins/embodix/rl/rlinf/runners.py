@@ -26,7 +26,12 @@ class HostRunner(Protocol):
     """How a run is scheduled; registered by ``register_runners``.
 
     Building one imports no RLinf. `workers` and `runner_class` do.
+
+    Attributes:
+        evaluates: whether it can evaluate between training steps.
     """
+
+    evaluates: bool
 
     def check(self, sizes: RunSizes) -> None:
         """Raise ValueError for sizes it can't run with."""
@@ -43,6 +48,8 @@ class HostRunner(Protocol):
 
 class SyncRunner:
     """RLinf's ``EmbodiedRunner``, unmodified."""
+
+    evaluates = True
 
     def check(self, sizes: RunSizes) -> None:
         require_legal(sizes)
@@ -78,6 +85,8 @@ class RlinfAsyncRunner:
         queue_size: environment processes of one inference in decoupled mode; 0 for RLinf's own choice.
         staleness_threshold: policy versions after which a trajectory is thrown away.
     """
+
+    evaluates = False
 
     def __init__(self, decoupled: bool = False, queue_size: int = 0, staleness_threshold: int = 1) -> None:
         if staleness_threshold < 0:

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pytest plugin (``-p embodix.testing.rlinf_patches``): embodix's patches of RLinf in force while RLinf's tests run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embodix.patching import is_applied
+from embodix.rl.rlinf.extension import COMMON_PATCHES, ROLE_PATCHES, activate
+
+
+def pytest_configure(config: Any) -> None:
+    """Apply what driver and workers apply, before any test is imported."""
+    for role in ROLE_PATCHES:
+        activate(role)
+
+
+def pytest_report_header(config: Any) -> str:
+    """Name the patches."""
+    names = dict.fromkeys([*COMMON_PATCHES, *(name for names in ROLE_PATCHES.values() for name in names)])
+    return f"embodix patches in force: {', '.join(name for name in names if is_applied(name))}"

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in RLinf itself, with real processes; `make rl` installs what they need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from embodix.report.manifest import load_manifest
+from embodix.report.rl_steps import rates, read_rl_steps
+from embodix.report.timeline import read_timeline
+from embodix.rl.rlinf.needs import missing
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "RLinf and Ray are installed"),
+]
+
+PATCHES = """
+import importlib, sys
+from embodix.patching import apply_patch, patch_names, undo_patch
+from embodix.rl.rlinf.extension import COMMON_PATCHES, ROLE_PATCHES
+
+names = [*COMMON_PATCHES, *(name for names in ROLE_PATCHES.values() for name in names)]
+assert sorted(names) == [name for name in patch_names() if name.startswith("rlinf_")], names
+for name in names:
+    apply_patch(name)
+from rlinf.scheduler import Worker
+from rlinf.workers.env import env_worker
+from rlinf.workers.actor import async_ppo_fsdp_worker as actor
+import transformers, torch
+during = (env_worker.get_env_cls, actor.torch, actor.put_tensor_device, actor.masked_normalization)
+assert transformers.AutoModelForVision2Seq is transformers.AutoModelForImageTextToText
+assert Worker.torch_device_type == "cpu" and not Worker.torch_platform.is_available()
+x, mask = torch.randn(6, 4), torch.rand(6, 4) > 0.5
+normal = actor.masked_normalization(x, mask)
+assert type(normal) is torch.Tensor and abs(float(normal[mask].mean())) < 1e-3
+assert actor.torch.tensor(0.0, device=actor.torch.cuda.current_device()).device.type == "cpu"
+assert actor.torch.no_grad is torch.no_grad
+assert actor.put_tensor_device({"a": x}, "cuda:0")["a"].device.type == "cpu"
+for name in reversed(names):
+    undo_patch(name)
+after = (env_worker.get_env_cls, actor.torch, actor.put_tensor_device, actor.masked_normalization)
+assert all(a is not b for a, b in zip(during, after)) and after[1] is torch
+assert Worker.torch_platform is None and not hasattr(transformers, "AutoModelForVision2Seq")
+print("patches:", len(names))
+"""
+
+POLICY = """
+import torch
+from embodix.rl.rlinf.extension import activate
+activate("rollout")
+from embodix.rl.rlinf.latency_policy import LatencyPolicy
+config = {"state_dim": 3, "num_action_chunks": 4, "action_dim": 2, "width": 16, "seed": 1,
+          "inference_s": {"1": 0.0}, "training_s": {"1": 0.0}}
+policy, twin = LatencyPolicy.of(config), LatencyPolicy.of(config)
+assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), twin.parameters()))
+actions, result = policy.predict_action_batch({"states": torch.randn(5, 3)})
+assert actions.shape == result["prev_logprobs"].shape == (5, 4, 2) and result["prev_values"].shape == (5, 1)
+again = twin(forward_inputs=result["forward_inputs"], compute_logprobs=True, compute_entropy=True, compute_values=True)
+assert torch.allclose(again["logprobs"], result["prev_logprobs"], atol=1e-6)
+assert torch.allclose(again["values"], result["prev_values"], atol=1e-6)
+again["logprobs"].sum().backward()
+assert twin.action_mean.weight.grad.abs().sum() > 0
+print("policy: agrees")
+"""
+
+
+def _python(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, "-m", "embodix", "rl", "rl.steps=3", "cluster.num_cpus=2", "cluster.start_attempts=10"),
+        *("env.step_s=0.02", "policy.inference_s={1: 0.01}", "policy.training_s={1: 0.001}"),
+        *(f"hydra.run.dir={folder}", *overrides),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+def _finish(run: subprocess.Popen[str], expected: int = 0) -> str:
+    said, _ = run.communicate(timeout=1800)
+    assert run.returncode == expected, said[-4000:]
+    return said
+
+
+def _left_behind() -> list[str]:
+    """Processes of clusters that runs have started, and their folders."""
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return [command for command in commands if "/ebx-" in command] + [str(path) for path in Path("/tmp").glob("ebx-*")]
+
+
+def test_every_patch_applies_and_is_undone():
+    assert "patches: 6" in _python(PATCHES)
+
+
+def test_latency_policy_recomputes_its_log_probabilities():
+    assert "policy: agrees" in _python(POLICY)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["runner=sync", "placement.env_workers=2"],
+        ["runner=sync", "rollout.stages=2", "algorithm=grpo", "rollout.num_envs=16"],
+        ["runner=pipeline", "rollout.epochs=2", "placement.env_workers=2"],
+    ],
+    ids=["sync", "grpo", "pipeline"],
+)
+def test_synchronous_runs_use_every_frame_once(tmp_path, overrides):
+    said = _finish(_start(tmp_path, *overrides))
+    steps = read_rl_steps(tmp_path / "metrics.jsonl")
+    assert [step.frames for step in steps] == [step.fresh_frames for step in steps]
+    assert all(step.frames > 0 and set(step.staleness) == {0} for step in steps)
+    assert len(steps) == 3 and all(step.declared_latency for step in steps)
+    assert "workers run embodix" in said
+    manifest = load_manifest(tmp_path / "manifest.json")
+    assert "rlinf_cpu_platform" in manifest.patches and "declared" in manifest.notes[0]
+    activities = {span.activity for span in read_timeline(tmp_path / "timeline")}
+    assert {"step", "infer", "train", "weights"} <= activities
+
+
+@pytest.mark.parametrize("decoupled", ["false", "true"])
+def test_asynchronous_runs_train_on_frames_again(tmp_path, decoupled):
+    overrides = ["runner=rlinf_async", f"runner.options.decoupled={decoupled}", "placement.env_workers=2", "rl.steps=6"]
+    _finish(_start(tmp_path, *overrides, "env.step_s=0.3"))
+    counted = rates(read_rl_steps(tmp_path / "metrics.jsonl"), warmup_steps=1)
+    assert counted.reuse > 1.2
+    assert counted.fresh_frames_per_s < counted.trained_frames_per_s
+    assert set(counted.staleness) <= {0, 1}
+
+
+def test_two_runs_at_once_do_not_disturb_each_other_and_leave_nothing(tmp_path):
+    runs = [_start(tmp_path / name) for name in ("one", "other")]
+    for run in runs:
+        _finish(run)
+    assert all(len(read_rl_steps(tmp_path / name / "metrics.jsonl")) == 3 for name in ("one", "other"))
+    assert _left_behind() == []
+
+
+@pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_takes_its_processes_along(tmp_path, ended_by, code):
+    run = _start(tmp_path, "rl.steps=1000")
+    deadline = time.monotonic() + 1500
+    while not (tmp_path / "metrics.jsonl").exists():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(1)
+    run.send_signal(ended_by)
+    _finish(run, code)
+    assert _left_behind() == []
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    _finish(_start(tmp_path / "first", "rl.save_every=1"))
+    _finish(_start(tmp_path / "second", f"resume={tmp_path / 'first'}", "rl.steps=5"))
+    assert [step.step for step in read_rl_steps(tmp_path / "second" / "metrics.jsonl")] == [3, 4]
