@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from embodix.patching import is_applied
-from embodix.rl.rlinf.extension import COMMON_PATCHES, ROLE_PATCHES, activate
+from embodix.rl.rlinf.extension import ROLE_PATCHES, activate, all_patches
 
 
 def pytest_configure(config: Any) -> None:
@@ -17,5 +17,4 @@ def pytest_configure(config: Any) -> None:
 
 def pytest_report_header(config: Any) -> str:
     """Name the patches."""
-    names = dict.fromkeys([*COMMON_PATCHES, *(name for names in ROLE_PATCHES.values() for name in names)])
-    return f"embodix patches in force: {', '.join(name for name in names if is_applied(name))}"
+    return f"embodix patches in force: {', '.join(name for name in all_patches() if is_applied(name))}"

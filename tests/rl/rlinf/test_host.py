@@ -26,9 +26,9 @@ pytestmark = [
 PATCHES = """
 import importlib, sys
 from embodix.patching import apply_patch, patch_names, undo_patch
-from embodix.rl.rlinf.extension import COMMON_PATCHES, ROLE_PATCHES
+from embodix.rl.rlinf.extension import all_patches
 
-names = [*COMMON_PATCHES, *(name for names in ROLE_PATCHES.values() for name in names)]
+names = all_patches()
 assert sorted(names) == [name for name in patch_names() if name.startswith("rlinf_")], names
 for name in names:
     apply_patch(name)

@@ -17,14 +17,15 @@ from embodix import __version__
 from embodix.patching import apply_patch, is_applied
 
 MODULE = __name__
-# Every process of RLinf; those after it where what they patch is imported anyway.
-COMMON_PATCHES = ("rlinf_transformers5", "rlinf_cpu_platform")
+COMMON_PATCHES = ("rlinf_cpu_platform",)
+# A patch imports what it patches, so a process gets those of its role only.
 ROLE_PATCHES = {
-    "driver": ("rlinf_async_reward",),
+    "driver": ("rlinf_transformers5", "rlinf_async_reward"),
     "env": ("rlinf_environment_registry",),
-    "rollout": (),
-    "actor": ("rlinf_masked_normalization", "rlinf_async_device"),
+    "rollout": ("rlinf_transformers5",),
+    "actor": ("rlinf_transformers5", "rlinf_masked_normalization", "rlinf_async_device"),
 }
+_roles: set[str] = set()
 _registered: list[str] = []
 
 
@@ -62,9 +63,13 @@ class WorkerReport:
 
 
 def register() -> None:
-    """RLinf calls it in every worker; the driver calls it before RLinf checks the config."""
-    for name in COMMON_PATCHES:
-        _apply_once(name)
+    """RLinf calls it in every worker. RLinf's channels have no role in the run: they stay as they are and start sooner."""
+    if _roles:
+        register_models()
+
+
+def register_models() -> None:
+    """Make embodix's models known to RLinf in this process; the driver needs it before RLinf checks the config."""
     from rlinf.models import register_model
 
     from embodix.rl.rlinf.models import MODEL_BUILDERS
@@ -81,8 +86,14 @@ def activate(role: str) -> None:
     Raises:
         embodix.patching.PatchError: RLinf has another version.
     """
+    _roles.add(role)
     for name in (*COMMON_PATCHES, *ROLE_PATCHES[role]):
         _apply_once(name)
+
+
+def all_patches() -> list[str]:
+    """Every patch of RLinf, in the order of the roles."""
+    return list(dict.fromkeys([*COMMON_PATCHES, *(name for names in ROLE_PATCHES.values() for name in names)]))
 
 
 def _apply_once(name: str) -> None:
@@ -94,7 +105,7 @@ def report(group: str, rank: int, device: str) -> dict[str, Any]:
     """This process's report, as plain containers."""
     import torch
 
-    names = sorted({*COMMON_PATCHES, *(name for names in ROLE_PATCHES.values() for name in names)})
+    names = all_patches()
     return asdict(
         WorkerReport(
             group=group,

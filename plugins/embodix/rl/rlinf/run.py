@@ -75,7 +75,7 @@ def run_rl(cfg: DictConfig, overrides: Sequence[str], folder: Path) -> RlOutcome
 
 
 def _train(cfg: DictConfig, plan: RunPlan, cluster: RunCluster, folder: Path) -> None:
-    extension.register()
+    extension.register_models()
     with _host(plan, cluster) as (host_cluster, host_cfg), _worker_failures():
         groups = _launch(plan, host_cluster, host_cfg)
         reports = extension.require_reports({role: group.embodix_report().wait() for role, group in groups.items()})
@@ -121,30 +121,31 @@ def _host(plan: RunPlan, cluster: RunCluster) -> Iterator[tuple[Any, DictConfig]
 
     torch.multiprocessing.set_start_method("spawn", force=True)  # as RLinf's own scripts do
     Cluster.NAMESPACE = cluster.namespace
-    before = signal.getsignal(signal.SIGUSR1)
     try:
         checked = validate_cfg(plan.host)  # it attaches to RAY_ADDRESS
         yield Cluster(cluster_cfg=checked.cluster, distributed_log_dir=None), checked
     finally:
+        # Threads that wait for workers send the signal as soon as these are gone, some later than this function.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         ray.shutdown()
-        Cluster._instance = None
-        del Cluster._instance
+        if Cluster.has_initialized():
+            del Cluster._instance  # RLinf keeps one for the process
         Cluster.NAMESPACE = Cluster.SYS_NAME
-        signal.signal(signal.SIGUSR1, before)
 
 
 @contextmanager
 def _worker_failures() -> Iterator[None]:
-    """Turn RLinf's signal for a failed worker, which would end this process, into an exception."""
+    """Turn RLinf's signal for a failed worker, which would end this process, into an exception; the first one."""
 
     def fail(signum: int, frame: Any) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         raise WorkerFailedError("A worker process failed; its error is printed above, and Ray's logs are in ray_logs.")
 
-    rlinf_handler = signal.signal(signal.SIGUSR1, fail)
+    signal.signal(signal.SIGUSR1, fail)  # after RLinf has set its own
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, rlinf_handler)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _launch(plan: RunPlan, host_cluster: Any, host_cfg: DictConfig) -> dict[str, Any]:
