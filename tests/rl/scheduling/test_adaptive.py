@@ -72,6 +72,13 @@ def test_the_choice_settles_and_follows_a_change():
     assert served.rate(300.0, 400.0) >= 0.95 * 8 / (1.5 + 0.1)
 
 
+def test_clients_that_are_gone_are_not_waited_for():
+    """One client stops for good; the others are then served as if it had never been."""
+    steps = [constant(0.02)] * 4 + [iter([0.02] * 400 + [1e9]).__next__]
+    served = run_virtually(serve_clients(AdaptiveLimits(8), steps, INFERENCE["flat"], 300.0))
+    assert served.rate(200.0, 300.0) >= 0.95 * 4 / (0.02 + 0.1)
+
+
 def test_choices_become_rare_where_nothing_changes():
     policy = AdaptiveLimits(4)
     served = run_virtually(serve_clients(policy, [constant(0.1)] * 4, INFERENCE["affine"], 120.0))

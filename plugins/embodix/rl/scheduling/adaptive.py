@@ -125,6 +125,7 @@ class AdaptiveLimits:
         return True
 
     def _choose(self, now: float) -> None:
+        self._forget_the_gone()
         num_clients = len(self._steps)
         replayed = {limits: self._replay(limits) for limits in self._candidates(num_clients)}
         if self.num_choices and now > self._chosen_at:
@@ -141,6 +142,11 @@ class AdaptiveLimits:
         self._num_until_choice = self._rounds * num_clients
         self._num_served, self._chosen_at = 0, now
         self.num_choices += 1
+
+    def _forget_the_gone(self) -> None:
+        """Clients that were not answered since the last choice: nobody waits for their requests."""
+        for client in [client for client, moment in self._answered_at.items() if moment < self._chosen_at]:
+            del self._steps[client], self._answered_at[client], self._source_of[client]
 
     def _candidates(self, num_clients: int) -> list[BatchLimits]:
         most = min(num_clients, self._capacity)

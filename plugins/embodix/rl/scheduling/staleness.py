@@ -84,7 +84,7 @@ class Ticket:
     who: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Finished:
     """Generated samples.
 
@@ -136,6 +136,7 @@ class StalenessGate:
         self._under_way: dict[int, Ticket] = {}
         self._finished: list[Finished] = []
         self._number = 0
+        self.num_under_way = 0  # samples admitted and not yet taken
         self._queue: list[object] = []
         self._changed = asyncio.Condition()
 
@@ -148,11 +149,6 @@ class StalenessGate:
     def room(self) -> int:
         """Samples that this batch still lacks."""
         return self._room
-
-    @property
-    def num_under_way(self) -> int:
-        """Samples admitted and not yet taken."""
-        return sum(ticket.size for ticket in self._tickets())
 
     @property
     def is_over(self) -> bool:
@@ -243,6 +239,7 @@ class StalenessGate:
         """
         self._end(ticket)
         async with self._changed:
+            self.num_under_way -= ticket.size
             self.counts.abandoned += ticket.size
             self._changed.notify_all()
 
@@ -300,12 +297,14 @@ class StalenessGate:
             raise ValueError(f"Batch {state['filling']} is past the deadline of {late[0]}.")
         self.version, self._filling, self._room = state["version"], state["filling"], state["room"]
         self._number, self._finished = state["number"], list(state["finished"])
+        self.num_under_way = sum(one.ticket.size for one in self._finished)
 
     def _ticket(self, who: str) -> Ticket:
         settings = self.settings
         ticket = Ticket(self._number, self.generating_version, self._deadline(), settings.admission_size, who)
         self._number += 1
         self._under_way[ticket.number] = ticket
+        self.num_under_way += ticket.size
         self.counts.admitted += ticket.size
         return ticket
 
@@ -316,6 +315,7 @@ class StalenessGate:
 
     def _count(self, taken: Finished) -> None:
         size = taken.ticket.size
+        self.num_under_way -= size
         self.counts.taken += size
         self.counts.staleness[self._filling - taken.ticket.version] += size
         self._room -= size
@@ -335,15 +335,12 @@ class StalenessGate:
         """Samples that all batches from the one being filled to `batch` still lack."""
         return self._room + self.settings.batch_size * (batch - self._filling) if batch >= self._filling else 0
 
-    def _tickets(self) -> list[Ticket]:
-        return [*self._under_way.values(), *(finished.ticket for finished in self._finished)]
-
     def _takeable(self) -> Finished | None:
         """The finished samples with the earliest deadline, if the batch has room for them beside what it must keep."""
         earliest = min(self._finished, key=lambda one: (one.ticket.deadline, one.ticket.number), default=None)
         if earliest is None or self.version < self._filling:  # the batch before is still being trained
             return None
-        tickets = self._tickets()
+        tickets = [*self._under_way.values(), *(finished.ticket for finished in self._finished)]
         for batch in range(self._filling, earliest.ticket.deadline):
             due = sum(ticket.size for ticket in tickets if ticket.deadline <= batch)
             if due + earliest.ticket.size > self._room_until(batch):

@@ -177,7 +177,7 @@ class TimelineSummary:
 def summarize(timeline: Timeline, warm_up_batches: int = 1) -> TimelineSummary:
     """The summary of a run.
 
-    A component's kind is its name up to the first space: ``env 3`` is an ``env``.
+    A component's kind is its name up to the first space or colon: ``env 3`` and ``env:3`` are an ``env``.
 
     Args:
         timeline: of the whole run.
@@ -198,7 +198,7 @@ def summarize(timeline: Timeline, warm_up_batches: int = 1) -> TimelineSummary:
     num_fresh_batches = len(counted) * fresh / frames if frames else 0.0
     parts: dict[str, float] = {}
     for who, seconds in busy.items():
-        kind = who.split(" ")[0]
+        kind = who.replace(":", " ").split(" ")[0]
         parts[kind] = max(parts.get(kind, 0.0), seconds / num_fresh_batches if num_fresh_batches else 0.0)
     bound_s = max(parts.values(), default=0.0)
     trained = sum(batch.fresh_frames for batch in batches)
