@@ -14,6 +14,8 @@ import torch
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
+from embodix.rl.objectives.log_probs import at_level
+from embodix.rl.objectives.ratios import ratio_statistics
 from embodix.rl.policies import groot_n15
 from embodix.rl.policies.build import flow_policy
 from embodix.rl.policies.chain import ChainSettings
@@ -98,11 +100,22 @@ def test_a_sample_does_not_depend_on_its_batch(kind):
         for seed, lengths in enumerate([(5, 11), (7,), (3, 4, 9)])
     ]
     inputs = flow.host.concatenate([part.forward_inputs for part in parts])
+    padded = [flow.host.pad(part.forward_inputs, 40, 3) for part in parts]
+    assert {key: torch.cat([part[key] for part in padded]).shape[0] for key in inputs} == dict.fromkeys(inputs, 6)
     log_probs, values = (torch.cat([getattr(part, name) for part in parts]) for name in ("log_probs", "values"))
     for rows in (torch.tensor([5, 0, 3]), torch.tensor([2]), torch.arange(6)):
         again = flow.evaluate(chosen(inputs, rows))
         torch.testing.assert_close(again.log_probs, log_probs[rows], rtol=TOLERANCE, atol=TOLERANCE)
         torch.testing.assert_close(again.values, values[rows], rtol=TOLERANCE, atol=TOLERANCE)
+    widest = {key: torch.cat([part[key] for part in padded]) for key in inputs}
+    torch.testing.assert_close(flow.evaluate(widest).log_probs, log_probs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_inputs_beyond_the_padded_size_are_refused():
+    flow = build("groot")
+    inputs = flow.sample(observations("groot"), generator=stream()).forward_inputs
+    with pytest.raises(ValueError, match="padded to 9 tokens and 3 images a sample; got"):
+        flow.host.pad(inputs, 9, 3)
 
 
 @pytest.mark.parametrize("kind", POLICIES)
@@ -311,3 +324,27 @@ def test_wrong_calls_are_refused():
         ValueSettings("suffix")
     with pytest.raises(ValueError, match="widths, 1 at least"):
         dataclasses.replace(ValueSettings(), hidden_sizes=(0,))
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_a_quantized_rollout_shows_its_mismatch_with_training(kind):
+    """Sampling works on FP8 weights; training in full precision sees other log-probabilities, as importance ratios."""
+    from embodix.quantization.fp8_block import Fp8BlockQuantizer
+
+    policy = copy.deepcopy(host_policy(kind))
+    flow, batch = build(kind, policy=policy), observations(kind)
+    plain = flow.sample(batch, generator=stream())
+    installation = Fp8BlockQuantizer(activations="high", kernel="dequantize").install(policy, kind)
+    rollout = flow.sample(batch, generator=stream())
+    again = flow.evaluate(rollout.forward_inputs)
+    torch.testing.assert_close(again.log_probs, rollout.log_probs, rtol=TOLERANCE, atol=TOLERANCE)
+    installation.uninstall()
+    trained = flow.evaluate(rollout.forward_inputs)
+    everything = torch.ones(3, dtype=torch.bool)
+    metrics = [
+        ratio_statistics(at_level(trained.log_probs, "chunk"), at_level(log_probs, "chunk"), everything).metrics()
+        for log_probs in (rollout.log_probs, trained.log_probs)
+    ]
+    assert 1e-9 < metrics[0]["approx_kl"] < 0.5
+    assert metrics[0]["effective_sample_share"] < metrics[1]["effective_sample_share"] == 1.0
+    assert (rollout.actions - plain.actions).abs().max() > 1e-6

@@ -122,7 +122,7 @@ def test_preserved_coefficients_are_exact_for_a_point_of_data(num_steps, noise_l
 
 def test_sampled_chains_have_the_moments_that_were_computed():
     num_steps, num_samples = 8, 40000
-    plan = ChainPlan(ChainSettings(noise_level=0.6, stochastic_steps="all"), sizes_of(num_steps), torch.device("cpu"))
+    plan = ChainPlan(ChainSettings(noise_level=0.6, stochastic_steps="all"), sizes_of(num_steps))
     noise = draw_chain_noise(plan, num_samples, torch.Generator().manual_seed(0))
     chain = run_chain(AnalyticFlow(num_steps), plan, noise)
     mean, std = moments_after(plan.table, range(num_steps))
@@ -144,12 +144,12 @@ def test_the_table_is_that_of_rlinf():
     mean = (x - v * time) * (1 - (time - step)) + (x + v * (1 - time)) * (time - step - noise**2 * step / (2 * time))
     table = transition_table("flow_sde", num_steps, level)
     torch.testing.assert_close(table.mean(x, v, torch.arange(5)), mean)
-    torch.testing.assert_close(table.std(torch.arange(5)), torch.sqrt(step) * noise)
+    torch.testing.assert_close(table.std(torch.arange(5)), (torch.sqrt(step) * noise).flatten())
 
 
 def test_a_chain_with_noise_in_one_step_follows_the_ode_elsewhere():
     num_steps = 6
-    plan = ChainPlan(ChainSettings(), sizes_of(num_steps), torch.device("cpu"))
+    plan = ChainPlan(ChainSettings(), sizes_of(num_steps))
     noise = draw_chain_noise(plan, 64, torch.Generator().manual_seed(1))
     assert noise.step_BF.unique().tolist() == list(range(num_steps))
     chain = run_chain(AnalyticFlow(num_steps), plan, noise)
@@ -169,15 +169,15 @@ def test_a_chain_with_noise_in_one_step_follows_the_ode_elsewhere():
 
 
 def test_only_chosen_steps_are_stochastic():
-    plan = ChainPlan(ChainSettings(candidate_steps=(3, 1)), sizes_of(5), torch.device("cpu"))
+    plan = ChainPlan(ChainSettings(candidate_steps=(3, 1)), sizes_of(5))
     assert draw_chain_noise(plan, 50, None).step_BF.unique().tolist() == [1, 3]
-    plan = ChainPlan(ChainSettings("flow_cps", stochastic_steps="all"), sizes_of(5), torch.device("cpu"))
+    plan = ChainPlan(ChainSettings("flow_cps", stochastic_steps="all"), sizes_of(5))
     assert draw_chain_noise(plan, 2, None).step_BF.tolist() == [[0, 1, 2, 3]] * 2
 
 
 def test_padded_dimensions_get_no_noise():
     sizes = sizes_of(4, padded_dims=3, action_dims=2)
-    plan = ChainPlan(ChainSettings(stochastic_steps="all"), sizes, torch.device("cpu"))
+    plan = ChainPlan(ChainSettings(stochastic_steps="all"), sizes)
     first = draw_chain_noise(plan, 5, None)
     second = dataclasses.replace(first, drawn_BFTD=torch.randn_like(first.drawn_BFTD))
     chains = [run_chain(AnalyticFlow(4), plan, noise) for noise in (first, second)]
@@ -187,7 +187,7 @@ def test_padded_dimensions_get_no_noise():
 
 
 def test_a_sample_with_its_own_stream_does_not_depend_on_its_company():
-    plan = ChainPlan(ChainSettings(), sizes_of(5), torch.device("cpu"))
+    plan = ChainPlan(ChainSettings(), sizes_of(5))
 
     def drawn(seeds):
         return draw_chain_noise(plan, len(seeds), [torch.Generator().manual_seed(seed) for seed in seeds])
@@ -210,13 +210,13 @@ def test_density_and_entropy_are_those_of_the_normal_distribution():
 
 def test_the_log_probability_of_a_chain_is_the_sum_over_its_steps():
     sizes = sizes_of(4, num_predicted=3, num_executed=2, padded_dims=3, action_dims=2)
-    plan = ChainPlan(ChainSettings(stochastic_steps="all"), sizes, torch.device("cpu"))
+    plan = ChainPlan(ChainSettings(stochastic_steps="all"), sizes)
     chain = run_chain(AnalyticFlow(4), plan, draw_chain_noise(plan, 5, None))
     std = plan.table.std_K[None, :, None, None]
     wanted = torch.distributions.Normal(chain.mean_BFTA[..., :2], std).log_prob(chain.after_BFTD).sum(dim=1)
     got = plan.log_probs(chain.mean_BFTA, chain.after_BFTD, chain.step_BF)
     torch.testing.assert_close(got, wanted[:, :2])
-    whole = ChainPlan(dataclasses.replace(plan.settings, counted_steps="predicted"), sizes, torch.device("cpu"))
+    whole = ChainPlan(dataclasses.replace(plan.settings, counted_steps="predicted"), sizes)
     torch.testing.assert_close(whole.log_probs(chain.mean_BFTA, chain.after_BFTD, chain.step_BF), wanted)
     entropy = torch.distributions.Normal(0.0, plan.table.std_K).entropy().sum() * 4
     torch.testing.assert_close(plan.entropy(chain.step_BF), entropy.expand(5))
@@ -249,4 +249,4 @@ def test_tables_refuse_what_makes_no_sense(arguments, message):
 )
 def test_chains_refuse_choices_that_do_not_fit(choices, message):
     with pytest.raises(ValueError, match=message):
-        ChainPlan(ChainSettings(**choices), sizes_of(5), torch.device("cpu"))
+        ChainPlan(ChainSettings(**choices), sizes_of(5))

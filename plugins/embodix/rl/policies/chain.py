@@ -65,11 +65,9 @@ class ChainPlan:
         ValueError: settings that don't fit the number of denoising steps.
     """
 
-    def __init__(self, settings: ChainSettings, sizes: FlowSizes, device: torch.device) -> None:
+    def __init__(self, settings: ChainSettings, sizes: FlowSizes) -> None:
         self.settings, self.sizes = settings, sizes
-        self.table: TransitionTable = transition_table(
-            settings.transition, sizes.num_denoising, settings.noise_level
-        ).to(device)
+        self.table: TransitionTable = transition_table(settings.transition, sizes.num_denoising, settings.noise_level)
         possible = self.table.stochastic_steps
         chosen = possible if settings.candidate_steps is None else sorted(set(settings.candidate_steps))
         if not chosen or not set(chosen) <= set(possible):
@@ -93,13 +91,13 @@ class ChainPlan:
     def log_probs(self, mean_BFTA: Tensor, after_BFTD: Tensor, step_BF: Tensor) -> Tensor:
         """``[B, T', D]`` log-probabilities of what was drawn, summed over the stochastic steps of a chain."""
         mean_BFTD = mean_BFTA[..., : self.sizes.action_dims].float()
-        std_BF11 = self.table.std_K[step_BF][..., None, None]
+        std_BF11 = self.table.std(step_BF)[..., None, None]
         return self.counted(gaussian_log_prob(after_BFTD, mean_BFTD, std_BF11)).sum(dim=1)
 
     def entropy(self, step_BF: Tensor) -> Tensor:
         """``[B]`` entropy of what counts of the draws; a function of the steps alone, the noise level being fixed."""
         num_elements = self.num_counted * self.sizes.action_dims
-        return gaussian_entropy(self.table.std_K[step_BF]).sum(dim=1) * num_elements
+        return gaussian_entropy(self.table.std(step_BF)).sum(dim=1) * num_elements
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ def run_chain(flow: ObservedFlow, plan: ChainPlan, noise: ChainNoise) -> Chain:
         rows_R, which_R = (noise.step_BF == index).nonzero(as_tuple=True)
         if rows_R.numel():
             mean_RTA = plan.table.mean(x_BTA, velocity_BTA, step_B)[rows_R]
-            drawn_RTD = plan.table.std_K[index] * noise.drawn_BFTD[rows_R, which_R]
+            drawn_RTD = float(plan.table.std_K[index]) * noise.drawn_BFTD[rows_R, which_R]
             before_BFTA[rows_R, which_R], mean_BFTA[rows_R, which_R] = x_BTA[rows_R], mean_RTA
             features_BFW[rows_R, which_R] = features_BW[rows_R]
             after_BFTD[rows_R, which_R] = mean_RTA[..., :num_dims] + drawn_RTD

@@ -74,7 +74,11 @@ class FlowHost(Protocol):
     """One policy of LeRobot on the packed path."""
 
     sizes: FlowSizes
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is now."""
+        ...
 
     def batch_size(self, batch: Batch) -> int:
         """Observations of a batch."""
@@ -102,6 +106,14 @@ class FlowHost(Protocol):
 
     def concatenate(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Inputs of several rollouts as one, whatever the padding of their prompts."""
+        ...
+
+    def pad(self, inputs: Mapping[str, Tensor], prompt_length: int, num_images: int) -> dict[str, Tensor]:
+        """Inputs that can be joined by ``torch.cat`` with all others that were padded so.
+
+        Raises:
+            ValueError: a prompt or a number of images beyond these sizes.
+        """
         ...
 
 

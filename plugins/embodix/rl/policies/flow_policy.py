@@ -81,7 +81,7 @@ class FlowPolicy(nn.Module):
         super().__init__()
         self.policy = policy
         self.host = host
-        self.plan = ChainPlan(chain, host.sizes, host.device)
+        self.plan = ChainPlan(chain, host.sizes)
         self.value_head: ValueHead | None = None
         if value is not None:
             width = host.sizes.prefix_width if value.features == "prefix" else host.sizes.action_width

@@ -39,7 +39,6 @@ class GrootFlow:
         self._policy = policy
         self._fast_path = GrootFastPath(policy, settings)
         self._head = head = policy._groot_model.action_head
-        self.device = next(policy.parameters()).device
         self.sizes = FlowSizes(
             num_denoising=int(head.num_inference_timesteps),
             num_predicted=int(head.config.action_horizon),
@@ -49,6 +48,11 @@ class GrootFlow:
             prefix_width=int(head.config.backbone_embedding_dim) + int(head.input_embedding_dim),
             action_width=int(head.model.proj_out_2.out_features),
         )
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self._policy.parameters()).device
+        return device
 
     def batch_size(self, batch: Batch) -> int:
         return int(batch[IDS_KEY].shape[0])
@@ -90,15 +94,26 @@ class GrootFlow:
         return {**inputs, PIXELS_KEY: torch.cat(images)}
 
     def concatenate(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Several rollouts as one; prompts are padded on the left, images at the end, to the longest."""
-        joined = {}
-        for key in parts[0]:
-            tensors = [part[key] for part in parts]
-            if key in (IDS_KEY, MASK_KEY, PIXELS_KEY):
-                longest = max(tensor.shape[1] for tensor in tensors)
-                tensors = [_padded(tensor, longest, at_start=key != PIXELS_KEY) for tensor in tensors]
-            joined[key] = torch.cat(tensors)
-        return joined
+        """Several rollouts as one; prompts and images are padded to the longest."""
+        prompt, images = (max(part[key].shape[1] for part in parts) for key in (IDS_KEY, PIXELS_KEY))
+        padded = [self.pad(part, prompt, images) for part in parts]
+        return {key: torch.cat([part[key] for part in padded]) for key in parts[0]}
+
+    def pad(self, inputs: Mapping[str, Tensor], prompt_length: int, num_images: int) -> dict[str, Tensor]:
+        """The same inputs with prompts padded on the left and images at the end, for a framework that joins them.
+
+        Raises:
+            ValueError: there are more tokens or images.
+        """
+        sizes = {IDS_KEY: prompt_length, MASK_KEY: prompt_length, PIXELS_KEY: num_images}
+        longer = [key for key, size in sizes.items() if inputs[key].shape[1] > size]
+        if longer:
+            raise ValueError(
+                f"Inputs are padded to {prompt_length} tokens and {num_images} images a sample; got "
+                f"{inputs[IDS_KEY].shape[1]} and {inputs[PIXELS_KEY].shape[1]}. Raise the sizes."
+            )
+        padded = {key: _padded(inputs[key], size, at_start=key != PIXELS_KEY) for key, size in sizes.items()}
+        return {**inputs, **padded}
 
     def _num_images(self, ids_BL: Tensor, mask_BL: Tensor) -> list[int]:
         eagle = self._policy._groot_model.backbone.eagle_model

@@ -34,7 +34,6 @@ class Pi05Flow:
         self._policy, self._settings = policy, settings
         self._fast_path = Pi05FastPath(policy, settings)
         config, with_expert = policy.config, policy.model.paligemma_with_expert
-        self.device = next(policy.parameters()).device
         self.sizes = FlowSizes(
             num_denoising=config.num_inference_steps,
             num_predicted=config.chunk_size,
@@ -44,6 +43,11 @@ class Pi05Flow:
             prefix_width=int(with_expert.paligemma.config.text_config.hidden_size),
             action_width=int(policy.model.action_out_proj.in_features),
         )
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self._policy.parameters()).device
+        return device
 
     def batch_size(self, batch: Batch) -> int:
         return int(batch[TOKENS_KEY].shape[0])
@@ -81,6 +85,10 @@ class Pi05Flow:
     def concatenate(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Several rollouts as one; all have the prompt's padded length."""
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+    def pad(self, inputs: Mapping[str, Tensor], prompt_length: int, num_images: int) -> dict[str, Tensor]:
+        """The same inputs: upstream pads every prompt alike, and each camera has a key of its own."""
+        return dict(inputs)
 
 
 class ObservedPi05:

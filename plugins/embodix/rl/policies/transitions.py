@@ -50,19 +50,17 @@ class TransitionTable:
         """The steps that can draw noise."""
         return self.std_K.nonzero().flatten().tolist()
 
-    def to(self, device: torch.device) -> TransitionTable:
-        return TransitionTable(self.pull_K.to(device), self.std_K.to(device))
-
     def mean(self, x_BTA: Tensor, velocity_BTA: Tensor, step_B: Tensor) -> Tensor:
         """Mean of the state after steps ``step_B``, in fp32."""
         time_B11 = 1.0 - step_B[:, None, None].to(torch.float32) / self.num_steps
         predicted_noise_BTA = x_BTA + (1.0 - time_B11) * velocity_BTA
         ahead_BTA = deterministic_step(x_BTA, velocity_BTA, self.num_steps)
-        return ahead_BTA - self.pull_K[step_B][:, None, None] * predicted_noise_BTA
+        pull_B11 = self.pull_K.to(step_B.device)[step_B][:, None, None]
+        return ahead_BTA - pull_B11 * predicted_noise_BTA
 
-    def std(self, step_B: Tensor) -> Tensor:
-        """``[B, 1, 1]`` standard deviation of the state after steps ``step_B``."""
-        return self.std_K[step_B][:, None, None]
+    def std(self, steps: Tensor) -> Tensor:
+        """Standard deviation of the state after steps, in their shape and on their device."""
+        return self.std_K.to(steps.device)[steps]
 
 
 def deterministic_step(x_BTA: Tensor, velocity_BTA: Tensor, num_steps: int) -> Tensor:
