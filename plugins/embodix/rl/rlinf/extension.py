@@ -63,7 +63,7 @@ class WorkerReport:
 
 
 def register() -> None:
-    """RLinf calls it in every worker. RLinf's channels have no role in the run: they stay as they are and start sooner."""
+    """RLinf calls it in every worker. Its channels have no role in the run: they stay as they are and start sooner."""
     if _roles:
         register_models()
 

@@ -36,7 +36,7 @@ from embodix.training.host_config import decode_env
 _until_the_process_ends = ExitStack()  # the patches under which a policy was built stay as long as it
 
 
-class FlowModel(nn.Module, BasePolicy):
+class FlowModel(BasePolicy, nn.Module):  # its forward, not that of nn.Module
     """A `FlowPolicy` between LeRobot's pre- and postprocessor.
 
     Args:

@@ -29,7 +29,7 @@ class LatencySizes:
     width: int = 64
 
 
-class LatencyPolicy(nn.Module, BasePolicy):
+class LatencyPolicy(BasePolicy, nn.Module):  # its forward, not that of nn.Module
     """An MLP policy with value head on RLinf's contract for embodied models.
 
     What is computed is real, so that weights, gradients and their exchange are; its time is negligible, and each call
