@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from embodix.report.benchmark import require_quotable, write_benchmark
+from embodix.rl.scheduling.adaptive import AdaptiveLimits
+from embodix.rl.scheduling.batcher import BatchLimits, BatchPolicy, FixedLimits
 from embodix.rl.scheduling.simulation import Simulated, simulate
 from embodix.rl.scheduling.simulation.schedules import (
     PIPELINE,
@@ -31,6 +33,7 @@ from embodix.rl.scheduling.simulation.schedules import (
     rl_vla3,
 )
 from embodix.rl.scheduling.simulation.workload import Workload
+from embodix.testing.closed_loop import constant, lognormal, serve_clients
 from embodix.testing.virtual_clock import run_virtually
 
 NUM_BATCHES = 8
@@ -40,6 +43,18 @@ FULL = rl_vla3(True, True, True)
 BASELINES = (SYNC, PIPELINE, STOCK_ASYNC, STOCK_DECOUPLED)
 TARGETS = [(SYNC, 2.27), (PIPELINE, 1.6), (STOCK_ASYNC, 1.5), (STOCK_DECOUPLED, 1.15)]
 STRAGGLER_TARGET, BOUND_TARGET = 2.5, 0.95
+CLIENT_HORIZON_S = 60.0
+CLIENTS = {
+    "8 quick": lambda: [constant(0.05)] * 8,
+    "8 slow": lambda: [constant(0.6)] * 8,
+    "8 with stragglers": lambda: [lognormal(0.2, 0.5, seed) for seed in range(8)],
+    "8 uneven": lambda: [constant(0.1 + 0.05 * index) for index in range(8)],
+}
+INFERENCE = {
+    "0.1 s": lambda size: 0.1,
+    "0.05 s each": lambda size: 0.05 * size,
+    "0.06 s + 0.02 s each": lambda size: 0.06 + 0.02 * size,
+}
 # Table 4 of RL-VLA3 (arXiv 2602.05765 v1), π0, 8 GPUs 1:1: seconds of a global step with each switch.
 PAPER_STEP_S = {
     (True, False, False): 1223.0,
@@ -134,6 +149,35 @@ def sensitivity(workload: Workload) -> list[dict[str, Any]]:
     ]
 
 
+def adaptive_rows() -> list[dict[str, Any]]:
+    """Requests per second with B_max and T_max chosen online, and with the best of a grid of fixed ones."""
+    grid = [BatchLimits(size, wait) for size in (1, 2, 3, 4, 6, 8) for wait in (0.0, 0.1, 0.4) if size > 1 or not wait]
+    rows = []
+    for steps_name, steps in CLIENTS.items():
+        for inference_name, inference_s in INFERENCE.items():
+
+            def rate(policy: BatchPolicy, steps: Any = steps, inference_s: Any = inference_s) -> float:
+                served = run_virtually(serve_clients(policy, steps(), inference_s, CLIENT_HORIZON_S))
+                return served.rate(CLIENT_HORIZON_S / 2, CLIENT_HORIZON_S)
+
+            fixed = {limits: rate(FixedLimits(limits)) for limits in grid}
+            best = max(fixed, key=lambda limits: fixed[limits])
+            online = rate(AdaptiveLimits(8))
+            rows.append(
+                {
+                    "clients": steps_name,
+                    "inference": inference_name,
+                    "best B_max": best.max_size,
+                    "best T_max": best.max_wait_s,
+                    "best fixed/s": fixed[best],
+                    "adaptive/s": online,
+                    "adaptive of best": online / fixed[best],
+                    "worst fixed of best": min(fixed.values()) / fixed[best],
+                }
+            )
+    return rows
+
+
 def overhead_s(workload: Workload) -> float:
     """Process CPU seconds of all scheduling, asyncio included, for each request of the full schedule."""
     began = time.process_time()
@@ -161,6 +205,7 @@ def as_result(workload: Workload) -> dict[str, Any]:
         "lognormal_stragglers": stragglers,
         "ablation_of_the_released_code": ablation(workload),
         "sensitivity": sensitivity(workload),
+        "adaptive_limits_and_the_best_fixed_ones": adaptive_rows(),
         "cpu_seconds_of_scheduling_a_request": overhead_s(workload),
         "assumptions": [{"schedule": one.name, "assumes": one.assumes} for one in schedules],
         "reading": "No schedule of these parts beats "

@@ -30,7 +30,8 @@ Where each object lives, for RLinf's workers:
   back with ``version``, ``batcher.observe(batch, seconds)``. Inference blocks the loop of its process; whoever sends a
   request stamps ``sent_at`` where both share a machine's clock, so that T_max counts from there all the same.
 - environment worker: before each trajectory of a shard ``ticket = await gate.admit(name)``, after it
-  ``await gate.finish(Finished(ticket, trajectory))``. ``None`` for a ticket means that the run needs no more.
+  ``await gate.finish(Finished(ticket, trajectory))``. ``None`` for a ticket means that the run needs no more. When the
+  worker is restarted, its component's ``start`` calls ``gate.lose(name)``: what it had begun is masked.
 - trainer: the `StalenessGate` lives in its first rank, which others reach by two channels (tickets, trajectories) or by
   calls of that worker. Rank 0 takes, and broadcasts what it took, so that all ranks train the same samples. A
   `MicroBatchStreamer` turns them into work; after the optimizer step ``await gate.advance(version)`` and
