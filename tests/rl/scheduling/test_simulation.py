@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from functools import cache
 
@@ -128,6 +129,15 @@ def test_the_summary_says_who_waits_for_whom():
     assert summary.waited_s["trainer"]["env workers"] > summary.waited_s["env 0"]["rollout 0"] > 0
     assert summary.parts_s["env"] == pytest.approx(CONSTANT.env_s * CONSTANT.steps_per_batch, rel=0.01)
     assert summary.parts_s["trainer"] == pytest.approx(CONSTANT.train_s, rel=1e-6)
+
+
+def test_the_same_objects_run_on_the_ordinary_event_loop():
+    """No figure of it is asserted: the machine may be busy."""
+    workload = Workload(num_steps=2, chunk_step_s=0.02, weights_s=0.002, message_s=0.0005, sigma=0.5)
+    summary = asyncio.run(simulate(FULL, workload, 4)).summary
+    assert (summary.reuse_factor, summary.discarded_share) == (1.0, 0.0)
+    assert max(summary.staleness) <= 1 and sum(summary.staleness.values()) == 2 * 4 * 4 * 4
+    assert 0 < summary.bound_share <= 1
 
 
 def test_declared_values_out_of_range_are_refused():
