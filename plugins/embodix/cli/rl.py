@@ -35,8 +35,13 @@ def rl_task(cfg: DictConfig) -> float:
 
 
 def run(argv: list[str]) -> int:
+    from embodix.rl.rlinf.faults import RayStartError, WorkerFailedError, WorkersDifferError
+
     try:
         return run_hydra_app("rl", rl_task, argv)
+    except (RayStartError, WorkersDifferError, WorkerFailedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("Interrupted; the run's own processes have been ended.", file=sys.stderr)
         return INTERRUPTED

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from embodix.rl.rlinf import ray_cluster
-from embodix.rl.rlinf.ray_cluster import ClusterSettings, RayStartError, head_options, run_cluster
+from embodix.rl.rlinf.faults import RayStartError
+from embodix.rl.rlinf.ray_cluster import ClusterSettings, head_options, run_cluster
 
 QUICK = ClusterSettings(start_timeout_s=20.0, start_attempts=2)
 ANSWERS = """

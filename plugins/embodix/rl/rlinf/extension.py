@@ -15,6 +15,7 @@ from typing import Any
 
 from embodix import __version__
 from embodix.patching import apply_patch, is_applied
+from embodix.rl.rlinf.faults import WorkersDifferError
 
 MODULE = __name__
 COMMON_PATCHES = ("rlinf_cpu_platform",)
@@ -27,10 +28,6 @@ ROLE_PATCHES = {
 }
 _roles: set[str] = set()
 _registered: list[str] = []
-
-
-class WorkersDifferError(RuntimeError):
-    """A worker process does not run this embodix."""
 
 
 @dataclass(frozen=True)

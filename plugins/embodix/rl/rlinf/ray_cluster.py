@@ -23,6 +23,8 @@ from typing import Any
 
 import psutil
 
+from embodix.rl.rlinf.faults import RayStartError
+
 # What other clusters leave in the environment; it must reach neither the head process nor this one.
 FOREIGN_VARIABLES = (
     "RAY_ADDRESS",
@@ -33,10 +35,6 @@ FOREIGN_VARIABLES = (
 )
 LONGEST_SOCKET_PATH = 107  # bytes, of sockaddr_un
 SOCKETS = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-
-
-class RayStartError(RuntimeError):
-    """Ray did not start, or a cluster could not be joined."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from embodix.report.manifest import collect_manifest
 from embodix.report.rl_steps import RlRates, RlStep, rates, read_rl_steps
 from embodix.rl.rlinf import extension
 from embodix.rl.rlinf.environment_config import is_latency
+from embodix.rl.rlinf.faults import WorkerFailedError
 from embodix.rl.rlinf.metrics import StepRecorder
 from embodix.rl.rlinf.needs import require_hosts
 from embodix.rl.rlinf.plan import RunPlan, plan_run
@@ -28,10 +29,6 @@ LATENCY_NOTE = (
     "Times of environment, inference and training were declared (env=latency): rates are those of a schedule, not of a "
     "simulator or a machine."
 )
-
-
-class WorkerFailedError(RuntimeError):
-    """A worker process failed; RLinf has printed why."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,8 @@ def run_rl(cfg: DictConfig, overrides: Sequence[str], folder: Path) -> RlOutcome
     Raises:
         ValueError: a config that can't run, or RLinf or Ray missing.
         WorkerFailedError: a worker process failed.
-        embodix.rl.rlinf.ray_cluster.RayStartError: no cluster.
-        embodix.rl.rlinf.extension.WorkersDifferError: a worker does not run this embodix.
+        embodix.rl.rlinf.faults.RayStartError: no cluster.
+        embodix.rl.rlinf.faults.WorkersDifferError: a worker does not run this embodix.
     """
     plan = plan_run(cfg, folder)
     require_hosts()
