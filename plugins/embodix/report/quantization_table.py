@@ -91,7 +91,8 @@ def _sentences(record: Mapping[str, Any]) -> list[str]:
         num_judged = sum(row["num_judged"] > 0 for row in gate["rules"])
         sentences.append(f"Accuracy gate {verdict}: {count(num_judged, 'rule')} judged, each in quantize.json.")
     if "output" in record:
-        sentences.append(f"Written: {record['output']}. Evaluate it as the original: lerobot eval checkpoint=...")
+        output = record["output"]
+        sentences.append(f"Written: {output}. Evaluate it as the original: lerobot eval checkpoint={output}")
     if "language_model" in record:
         sentences.append(_language_model_sentence(record["language_model"]))
     return sentences
