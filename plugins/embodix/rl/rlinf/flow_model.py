@@ -36,7 +36,7 @@ from embodix.training.host_config import decode_env
 _until_the_process_ends = ExitStack()  # the patches under which a policy was built stay as long as it
 
 
-class FlowModel(BasePolicy, nn.Module):  # its forward, not that of nn.Module
+class FlowModel(nn.Module, BasePolicy):
     """A `FlowPolicy` between LeRobot's pre- and postprocessor.
 
     Args:
@@ -46,6 +46,8 @@ class FlowModel(BasePolicy, nn.Module):  # its forward, not that of nn.Module
         cameras: the environment's image keys, in the order in which they travel.
         chunk: action steps that are executed.
     """
+
+    forward = BasePolicy.forward  # nn.Module has a stub; the bases in the other order can't be wrapped by FSDP
 
     def __init__(
         self,

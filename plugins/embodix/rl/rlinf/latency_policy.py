@@ -29,7 +29,7 @@ class LatencySizes:
     width: int = 64
 
 
-class LatencyPolicy(BasePolicy, nn.Module):  # its forward, not that of nn.Module
+class LatencyPolicy(nn.Module, BasePolicy):
     """An MLP policy with value head on RLinf's contract for embodied models.
 
     What is computed is real, so that weights, gradients and their exchange are; its time is negligible, and each call
@@ -41,7 +41,7 @@ class LatencyPolicy(BasePolicy, nn.Module):  # its forward, not that of nn.Modul
         training: seconds of forward and backward of a micro-batch by its size, spent in the forward.
     """
 
-    _no_split_modules = ("Linear",)  # what FSDP2 wraps
+    forward = BasePolicy.forward  # nn.Module has a stub; the bases in the other order can't be wrapped by FSDP
 
     def __init__(self, sizes: LatencySizes, inference: BatchTime, training: BatchTime) -> None:
         super().__init__()
