@@ -189,14 +189,14 @@ def fsdp_node(wrapped_layers: list[str]) -> dict[str, Any]:
 
 
 def _weight_syncer_node(cfg: DictConfig) -> dict[str, Any]:
-    device = "cpu" if cfg.placement.accelerators == 0 else "cuda"
+    on_cpu = cfg.placement.accelerators == 0
     return {
         "type": "bucket",
         "bucket": {
             "bucket_size": 512 * 1024**2,
             "bucket_dtype": None,
-            "bucket_device": device,
+            "bucket_device": "cpu" if on_cpu else "cuda",
             "is_agent": False,
-            "load_instant": True,
+            "load_instant": not on_cpu,  # loading each bucket as it comes records it on a stream, which a CPU has not
         },
     }

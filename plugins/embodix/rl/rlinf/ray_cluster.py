@@ -128,7 +128,16 @@ def _own_cluster(
         finally:
             stop_head(head)
     finally:
+        _remove(folder)
+
+
+def _remove(folder: Path, attempts: int = 10) -> None:
+    """Remove a folder, again while a process that is ending still writes into it."""
+    for _ in range(attempts):
         shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.2)
 
 
 def _short_folder(parent: str | None) -> Path:
