@@ -81,7 +81,7 @@ def register_runners() -> list[Registration]:
     runners = "embodix.rl.rlinf.runners"
     return [
         Registration("sync", f"{runners}:SyncRunner", "RLinf's synchronous runner"),
-        Registration("pipeline", f"{runners}:PipelineRunner", "RLinf's synchronous runner, training as rollouts arrive"),
+        Registration("pipeline", f"{runners}:PipelineRunner", "RLinf's synchronous runner, trained as rollouts arrive"),
         Registration("rlinf_async", f"{runners}:RlinfAsyncRunner", "RLinf's asynchronous PPO as shipped"),
     ]
 
