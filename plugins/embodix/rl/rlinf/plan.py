@@ -90,6 +90,8 @@ def sizes_of(cfg: DictConfig, placement: Placement) -> RunSizes:
         micro_batch=cfg.optim.micro_batch,
         global_batch=cfg.optim.global_batch,
         advantage=str(cfg.algorithm.adv_type),
+        update_epochs=cfg.algorithm.update_epoch,
+        reward_type=str(cfg.algorithm.reward_type),
     )
 
 

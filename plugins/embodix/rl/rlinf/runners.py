@@ -43,7 +43,7 @@ class HostRunner(Protocol):
         """Its worker classes."""
 
     def runner_class(self) -> Any:
-        """RLinf's runner: ``(cfg, actor, rollout, env)``, ``init_workers()``, ``run()``."""
+        """RLinf's runner: ``(cfg, actor, rollout, env)``, ``initworker_classes()``, ``run()``."""
 
 
 class SyncRunner:
@@ -58,10 +58,10 @@ class SyncRunner:
         return {}
 
     def workers(self) -> WorkerClasses:
-        return _workers("env:EmbodixEnvWorker", "rollout:EmbodixRolloutWorker", "actor:EmbodixActor")
+        return worker_classes("env:EmbodixEnvWorker", "rollout:EmbodixRolloutWorker", "actor:EmbodixActor")
 
     def runner_class(self) -> Any:
-        return _attribute("rlinf.runners.embodied_runner:EmbodiedRunner")
+        return attribute("rlinf.runners.embodied_runner:EmbodiedRunner")
 
 
 class PipelineRunner(SyncRunner):
@@ -74,7 +74,7 @@ class PipelineRunner(SyncRunner):
         return {"runner": {"use_training_pipeline": True}}
 
     def workers(self) -> WorkerClasses:
-        return _workers("env:EmbodixEnvWorker", "rollout:EmbodixRolloutWorker", "pipeline_actor:EmbodixPipelineActor")
+        return worker_classes("env:EmbodixEnvWorker", "rollout:EmbodixRolloutWorker", "pipeline_actor:EmbodixPipelineActor")
 
 
 class RlinfAsyncRunner:
@@ -111,20 +111,22 @@ class RlinfAsyncRunner:
         }
 
     def workers(self) -> WorkerClasses:
-        return _workers(
+        return worker_classes(
             "async_env:EmbodixAsyncEnvWorker",
             "async_rollout:EmbodixAsyncRolloutWorker",
             "async_actor:EmbodixAsyncActor",
         )
 
     def runner_class(self) -> Any:
-        return _attribute("rlinf.runners.async_ppo_embodied_runner:AsyncPPOEmbodiedRunner")
+        return attribute("rlinf.runners.async_ppo_embodied_runner:AsyncPPOEmbodiedRunner")
 
 
-def _workers(env: str, rollout: str, actor: str) -> WorkerClasses:
-    return WorkerClasses(*(_attribute(f"{_WORKERS}.{name}") for name in (env, rollout, actor)))
+def worker_classes(env: str, rollout: str, actor: str) -> WorkerClasses:
+    """Worker classes by ``module:class`` in `embodix.rl.rlinf.workers`."""
+    return WorkerClasses(*(attribute(f"{_WORKERS}.{name}") for name in (env, rollout, actor)))
 
 
-def _attribute(target: str) -> Any:
+def attribute(target: str) -> Any:
+    """What ``module:name`` names."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -31,6 +31,8 @@ class RunSizes:
         micro_batch: chunks of a forward and backward pass in one process.
         global_batch: chunks of an optimizer step.
         advantage: RLinf's ``adv_type``.
+        update_epochs: times that a training step uses its chunks.
+        reward_type: RLinf's ``reward_type``.
     """
 
     num_envs: int
@@ -45,6 +47,8 @@ class RunSizes:
     micro_batch: int
     global_batch: int
     advantage: str
+    update_epochs: int = 1
+    reward_type: str = "chunk_level"
 
     @property
     def chunks_per_step(self) -> int:
