@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
