@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ class Recipe:
     noise_level: float
     learning_rate: float
     value_learning_rate: float
-    num_epochs: int
+    epochs: int
     global_batch: int
     warm_up: int
     group_size: int
@@ -171,7 +171,7 @@ class Trainer:
         )
         value = ValueLossSettings() if policy.value_head is not None else None
         self.objective = ObjectiveSettings(proximal="behaviour", value=value)
-        self.settings = UpdateSettings(recipe.num_epochs, recipe.global_batch, micro_batch=64)
+        self.settings = UpdateSettings(recipe.epochs, recipe.global_batch, micro_batch=64)
         self.generator = torch.Generator().manual_seed(1)
 
     def train(self, episodes: Episodes, groups_B: Tensor) -> dict[str, float]:
@@ -213,14 +213,23 @@ class Trainer:
         return returns, Moments.of(advantages, valid).normalise(advantages, valid)
 
 
-def score(collector: Collector, num_episodes: int, num_envs: int) -> dict[str, float]:
-    """Success and return of the deterministic policy on held-out episodes, each with the same noise every time."""
+def score(collector: Collector, first_seed: int, num_episodes: int, num_envs: int) -> dict[str, float]:
+    """Success and return of the deterministic policy on some episodes, each with the same noise every time."""
     runs = []
     for start in range(0, num_episodes, num_envs):
-        seeds = range(SCORE_SEEDS + start, SCORE_SEEDS + min(start + num_envs, num_episodes))
+        seeds = range(first_seed + start, first_seed + min(start + num_envs, num_episodes))
         runs.append(collector.run(seeds, "eval", torch.Generator().manual_seed(start)))
     success, returns = torch.cat([run.success for run in runs]), torch.cat([run.returns for run in runs])
     return {"solved": int(success.sum()), "of": num_episodes, "mean_return": round(returns.mean().item(), 4)}
+
+
+def scores(collector: Collector, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """On held-out starts, and on those of training where they are few."""
+    first = {"held_out": SCORE_SEEDS}
+    if arguments.starts <= arguments.score_episodes:
+        first["of_training"] = TRAIN_SEEDS + 10_000 * arguments.seed
+    numbers = {"held_out": arguments.score_episodes, "of_training": arguments.starts}
+    return {name: score(collector, seed, numbers[name], arguments.num_envs) for name, seed in first.items()}
 
 
 def train(collector: Collector, trainer: Trainer, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -230,9 +239,10 @@ def train(collector: Collector, trainer: Trainer, arguments: argparse.Namespace)
     for iteration in range(arguments.iterations):
         started = time.process_time()
         num_groups = arguments.num_envs // group
-        first = TRAIN_SEEDS + 10_000 * arguments.seed + iteration * num_groups
         groups_B = torch.arange(num_groups).repeat_interleave(group)
-        episodes = collector.run((first + groups_B).tolist(), "train", generator)
+        starts_B = (iteration * num_groups + groups_B) % arguments.starts
+        seeds_B = TRAIN_SEEDS + 10_000 * arguments.seed + starts_B
+        episodes = collector.run(seeds_B.tolist(), "train", generator)
         sampled = time.process_time()
         metrics = trainer.train(episodes, groups_B)
         frames += episodes.num_frames
@@ -262,6 +272,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--num-envs", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=4, help="episodes of one start; GRPO only")
+    parser.add_argument("--starts", type=int, default=10_000, help="different starts to train on, again and again")
     parser.add_argument("--executed", type=int, default=10, help="action steps of a chunk that are executed")
     parser.add_argument("--episode-length", type=int, default=150)
     parser.add_argument("--expert-only", action="store_true", help="π0.5: freeze vision and language")
@@ -284,20 +295,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
-    ppo = arguments.algorithm == "ppo"
-    return Recipe(
-        algorithm=arguments.algorithm,
-        reward=arguments.reward,
-        noise_level=arguments.noise_level,
-        learning_rate=arguments.learning_rate,
-        value_learning_rate=arguments.value_learning_rate,
-        num_epochs=arguments.epochs,
-        global_batch=arguments.global_batch,
-        warm_up=arguments.warm_up if ppo else 0,
-        group_size=1 if ppo else arguments.group_size,
-        discount=arguments.discount,
-        gae_lambda=arguments.gae_lambda,
-    )
+    recipe = Recipe(**{item.name: getattr(arguments, item.name) for item in fields(Recipe)})
+    return replace(recipe, group_size=1) if recipe.algorithm == "ppo" else replace(recipe, warm_up=0)
 
 
 def main() -> None:
@@ -317,11 +316,11 @@ def main() -> None:
         settings = FastPathSettings(PaddingFreePacker(), SegmentAuto())
         policy = flow_policy(loaded.policy, settings, chain, value)
         collector = Collector(env_cfg, loaded, policy, arguments.num_envs, recipe.reward)
-        before = score(collector, arguments.score_episodes, arguments.num_envs)
+        before = scores(collector, arguments)
         if arguments.verbose:
             print("before", before, flush=True)
         curve = train(collector, Trainer(policy, recipe), arguments)
-        after = score(collector, arguments.score_episodes, arguments.num_envs)
+        after = scores(collector, arguments)
     result = {
         "title": f"{recipe.algorithm.upper()} on {arguments.task}, in one process",
         "setting": {
@@ -330,6 +329,7 @@ def main() -> None:
             "num_envs": arguments.num_envs,
             "executed": arguments.executed,
             "expert_only": arguments.expert_only,
+            "starts": arguments.starts,
         },
         "before": before,
         "after": after,
