@@ -82,9 +82,11 @@ def _train(cfg: DictConfig, plan: RunPlan, cluster: RunCluster, folder: Path) ->
             folder / METRICS_FILE, lambda: merged_consumption(groups["actor"]), declared=is_latency(cfg)
         )
         runner.metric_logger.logger["embodix"] = recorder
-        runner.init_workers()
-        runner.run()
-        recorder.finish()
+        try:
+            runner.init_workers()
+            runner.run()
+        finally:
+            recorder.finish()
 
 
 def merged_consumption(actor: Any) -> dict[str, Any]:
@@ -94,14 +96,15 @@ def merged_consumption(actor: Any) -> dict[str, Any]:
     return merge(actor.pop_consumption().wait())
 
 
+def _end(signum: int, frame: Any) -> None:
+    raise SystemExit(128 + signum)
+
+
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
     """SIGTERM ends the run as Ctrl-C does, so that nothing of it stays behind."""
 
-    def end(signum: int, frame: Any) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         yield
     finally:
@@ -120,6 +123,7 @@ def _host(plan: RunPlan, cluster: RunCluster) -> Iterator[tuple[Any, DictConfig]
     Cluster.NAMESPACE = cluster.namespace
     try:
         checked = validate_cfg(plan.host)  # it attaches to RAY_ADDRESS
+        signal.signal(signal.SIGTERM, _end)  # Ray has put a handler of its own there, which aborts the process
         yield Cluster(cluster_cfg=checked.cluster, distributed_log_dir=None), checked
     finally:
         # Threads that wait for workers send the signal as soon as these are gone, some later than this function.
