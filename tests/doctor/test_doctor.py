@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -216,7 +217,10 @@ def test_a_backend_that_computes_the_wrong_numbers_is_reported(monkeypatch):
 def test_every_patch_is_listed_and_fits():
     found = find_patches()
     assert [patch.name for patch in found] == patch_names()
-    assert [patch.problem for patch in found] == [None] * len(found)
+    problems = {patch.name: patch.problem for patch in found if patch.problem}
+    without_rlinf = {name for name in patch_names() if name.startswith("rlinf_") and find_spec("rlinf") is None}
+    assert set(problems) == without_rlinf
+    assert all("wanted rlinf>=0.3.0,<0.3.1, found none; install it" in problem for problem in problems.values())
     assert all(patch.requires and patch.target for patch in found)
 
 

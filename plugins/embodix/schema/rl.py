@@ -146,6 +146,7 @@ class RlApp:
     Attributes:
         policy: LeRobot's policy config, or ``type: latency``.
         architecture: sizes of a small policy.
+        patches: those of upstream that a policy group names; a checkpoint brings those of the run that trained it.
         checkpoint: a run, checkpoint or model folder of `lerobot train` to start from.
         sampler: how a flow policy draws its actions (`embodix.rl.policies`).
         value: the value head of a flow policy.
@@ -159,6 +160,7 @@ class RlApp:
     rl: RlSettings = field(default_factory=RlSettings)
     policy: Any = MISSING
     architecture: Any = None
+    patches: Any = field(default_factory=dict)
     checkpoint: str | None = None
     sampler: Any = None
     value: Any = None
