@@ -106,7 +106,7 @@ def test_a_checkpoint_gives_the_policy_its_sizes(tmp_path):
     with pytest.raises(ValueError, match="more than the 10 that the policy"):
         _plan(tmp_path, *overrides, "rollout.chunk=25", "optim.global_batch=16")
     with pytest.raises(ValueError, match="of type pi05, not groot"):
-        _plan(tmp_path, *overrides[:1], "policy=groot_n15_small", *overrides[2:])
+        _plan(tmp_path, *overrides[:1], "policy=groot_n15_small", *overrides[2:], "optim.global_batch=80")
 
 
 def test_a_run_is_resumed_from_its_last_checkpoint(tmp_path):
