@@ -74,7 +74,9 @@ class PipelineRunner(SyncRunner):
         return {"runner": {"use_training_pipeline": True}}
 
     def workers(self) -> WorkerClasses:
-        return worker_classes("env:EmbodixEnvWorker", "rollout:EmbodixRolloutWorker", "pipeline_actor:EmbodixPipelineActor")
+        return worker_classes(
+            "env:EmbodixEnvWorker", "rollout:EmbodixRolloutWorker", "pipeline_actor:EmbodixPipelineActor"
+        )
 
 
 class RlinfAsyncRunner:

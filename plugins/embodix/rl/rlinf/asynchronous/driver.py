@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of ``runner=rl_vla3``: RLinf's runner for set-up, metrics and checkpoints, the conductor for the run."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import Any
+
+from rlinf.runners.embodied_runner import EmbodiedRunner
+from rlinf.scheduler import Channel
+
+from embodix.rl.rlinf.asynchronous.components import DriverComponent, WorkersComponent, finished
+from embodix.rl.rlinf.asynchronous.exchange import EVENTS, TAKEN, ChannelReceive, ChannelSend, Event, tickets_key
+from embodix.rl.rlinf.asynchronous.gate_service import GateService
+from embodix.rl.rlinf.asynchronous.settings import AsyncSettings
+from embodix.rl.rlinf.faults import WorkerFailedError
+from embodix.rl.scheduling.conductor import Conductor, RunFailedError
+from embodix.rl.scheduling.protocol import Deadlines, RunProtocol, Stage
+from embodix.rl.scheduling.staleness import GateSettings, StalenessGate, Ticket
+from embodix.rl.scheduling.supervision import RestartBudget
+
+CUT_S = 15.0  # for workers to answer when the run has failed
+STAGES = [
+    Stage(("gate",)),
+    Stage(("trainer",), ends_run=True),
+    Stage(("rollout workers",)),
+    Stage(("env workers",), may_end=True),
+]
+
+
+class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
+    """Generation and training at once, paced by the staleness gate."""
+
+    def __init__(self, cfg: Any, actor: Any, rollout: Any, env: Any) -> None:
+        super().__init__(cfg, actor, rollout, env)
+        self._settings = AsyncSettings(**cfg.embodix.rl_vla3)
+        self._event_channel = Channel.create("Events")
+        self._began_s = time.time()
+
+    def run(self) -> None:
+        """Train to the last step.
+
+        Raises:
+            WorkerFailedError: a process failed, or a wait reached its deadline; the message names who waited for whom.
+        """
+        self._began_s, begun = time.time(), signal.getsignal(signal.SIGUSR1)
+        # RLinf's signal of a failed worker would break into the event loop; failed calls say the same (`finished`).
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        try:
+            if self.global_step < self.max_steps:
+                asyncio.run(self._run())
+        except RunFailedError as error:
+            raise WorkerFailedError(str(error)) from error
+        finally:
+            signal.signal(signal.SIGUSR1, begun)
+        self._finish_run()
+
+    async def _run(self) -> None:
+        cfg, settings = self.cfg, self._settings
+        shards = self.cfg.rollout.pipeline_stage_num * len(self.env.worker_info_list)
+        gate_settings = GateSettings(
+            shards * cfg.env.train.rollout_epoch,
+            settings.bound,
+            settings.queue_depth,
+            num_batches=self.max_steps - self.global_step,
+            first_version=self.global_step,
+        )
+        self._gate = StalenessGate(gate_settings, settings.deadline_s)
+        self._service = GateService(
+            self._gate,
+            ChannelReceive[Event](self._event_channel, EVENTS),
+            lambda shard: ChannelSend[Ticket | None](self.env_channel, tickets_key(shard)),
+        )
+        deadlines = Deadlines(settings.deadline_s, settings.deadline_s, CUT_S)
+        protocol = RunProtocol(STAGES, RestartBudget(0), deadlines, self.global_step)
+        self._conductor = Conductor(protocol, self._components())
+        await self._conductor.run()
+
+    def _components(self) -> dict[str, Any]:
+        first = self.global_step
+        return {
+            "gate": DriverComponent(self._service.run),
+            "trainer": DriverComponent(self._train, self._begin_training, ends_alone=True),
+            "rollout workers": WorkersComponent(
+                "rollout workers",
+                lambda: self.rollout.prepare(self.rollout_channel, self._event_channel, first),
+                lambda: self.rollout.generate(self.rollout_channel, self.env_channel),
+                self.rollout.stop,
+            ),
+            "env workers": WorkersComponent(
+                "env workers",
+                None,
+                lambda: self.env.interact(
+                    self.env_channel, self.rollout_channel, self.actor_channel, self._event_channel
+                ),
+                self.env.stop,
+                ends_alone=True,
+            ),
+        }
+
+    async def _begin_training(self) -> None:
+        size = self._gate.settings.batch_size
+        await finished(self.actor.begin(self.rollout_channel, size, self.global_step), "trainer")
+
+    async def _train(self) -> None:
+        while not self._gate.is_over:
+            await self._train_version()
+        await finished(self.actor.finish_sending(), "trainer")
+
+    async def _train_version(self) -> None:
+        """One global batch: what the gate gives is trained as it comes."""
+        step = self.global_step
+        training = asyncio.ensure_future(finished(self.actor.train_version(self.actor_channel), "trainer"))
+        try:
+            await self._hand_over(training)
+            metrics = (await training)[0]
+        finally:
+            training.cancel()
+        self.global_step += 1
+        await self._gate.advance(self.global_step)
+        self._conductor.advanced(self.global_step)
+        offered = finished(self.actor.offer_weights(self.global_step), "trainer")
+        self._log(step, metrics)
+        await offered
+        if self._is_checkpoint_due():
+            await asyncio.to_thread(self._save_checkpoint)
+
+    async def _hand_over(self, training: asyncio.Future[Any]) -> None:
+        """Take a batch off the gate, unless training fails before."""
+        taken = ChannelSend[str](self.actor_channel, TAKEN)
+        batch = self._gate.filling
+        while self._gate.filling == batch:
+            taking = asyncio.ensure_future(self._gate.take())
+            await asyncio.wait({taking, training}, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                taking.cancel()
+                return  # to its failure
+            await taken.send(taking.result().payload)
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        """As RLinf's runners do; ages are in versions."""
+        counts = self._gate.counts
+        gate = {"gate/admitted": counts.admitted, "gate/finished": counts.finished, "gate/taken": counts.taken}
+        train = {f"train/{name}": value for name, value in metrics.items()}
+        logged = {**train, **self._service.pop_metrics(), **{name: float(value) for name, value in gate.items()}}
+        self.metric_logger.log(logged, step)
+        self.print_metrics_table_async(step, self.max_steps, self._began_s, logged)
+
+    def _is_checkpoint_due(self) -> bool:
+        every, is_last = self.cfg.runner.save_interval, self.global_step == self.max_steps
+        return every > 0 and (is_last or self.global_step % every == 0)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The staleness gate, reached by messages: the driver's side of generation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from embodix.rl.rlinf.asynchronous.exchange import Adopted, Asks, Delivered, Event
+from embodix.rl.scheduling.channels import Receive, Send
+from embodix.rl.scheduling.staleness import Finished, StalenessGate, Ticket
+
+
+class GateService:
+    """Serves a gate to shards and rollout workers.
+
+    Args:
+        gate: of the run.
+        events: what shards and rollout workers say.
+        tickets: where a shard gets its leave; None tells it that the run needs no more.
+    """
+
+    def __init__(
+        self, gate: StalenessGate, events: Receive[Event], tickets: Callable[[str], Send[Ticket | None]]
+    ) -> None:
+        self._gate, self._events, self._tickets = gate, events, tickets
+        self._metrics: list[dict[str, list[float]]] = []
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            ValueError: a message that the gate can't follow, such as a ticket that was used twice.
+            WaitTimeout: a shard waited for leave too long.
+        """
+        async with asyncio.TaskGroup() as admissions:
+            while True:
+                event = await self._events.receive()
+                if isinstance(event, Asks):
+                    admissions.create_task(self._admit(event.shard), name=f"leave for {event.shard}")
+                elif isinstance(event, Delivered):
+                    self._metrics.append(event.metrics)
+                    await self._gate.finish(Finished(event.ticket, event.ticket.who))
+                else:
+                    assert isinstance(event, Adopted)
+                    await self._gate.adopt(event.worker, event.version)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Means over the episodes that ended since the last call."""
+        values: dict[str, list[float]] = {}
+        for metrics in self._metrics:
+            for name, of_episodes in metrics.items():
+                values.setdefault(name, []).extend(of_episodes)
+        self._metrics.clear()
+        return {name: sum(several) / len(several) for name, several in values.items() if several}
+
+    async def _admit(self, shard: str) -> None:
+        await self._tickets(shard).send(await self._gate.admit(shard))

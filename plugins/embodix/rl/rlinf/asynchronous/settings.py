@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``runner=rl_vla3`` as it is chosen: its switches, what it can run with, its classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from embodix.rl.rlinf.runners import SyncRunner, WorkerClasses, attribute, worker_classes
+from embodix.rl.rlinf.sizes import PPO, RunSizes, require_legal
+
+NORMALIZATIONS = ("exact", "previous")
+
+
+@dataclass(frozen=True)
+class AsyncSettings:
+    """How a run of rl_vla3 is scheduled.
+
+    Attributes:
+        async_train: generation goes on while the policy is trained.
+        dynamic_batching: inference takes the requests that are there instead of waiting for all environment workers.
+        streaming: a trajectory is trained on when it is there instead of when the whole batch is.
+        max_staleness: policy versions between a trajectory's beginning and its training, at most; 0 without
+            `async_train`.
+        queue_depth: trajectories under way or waiting for training, at most; None for as many as `max_staleness`
+            allows.
+        max_batch: requests of one inference, at most; None for all shards.
+        max_wait_s: the longest that a request waits for others; None to choose it and the batch online.
+        normalization: of advantages: ``exact`` over the global batch, or by the moments of the ``previous`` one, which
+            lets a trajectory be trained on at once.
+        behaviour_cap: largest weight of the policy that is trained over the one that sampled; None for none.
+        part_bytes: of the parts that weights are sent in.
+        deadline_s: the longest wait for another process, after which the run ends and says who waited for whom.
+    """
+
+    async_train: bool = True
+    dynamic_batching: bool = True
+    streaming: bool = True
+    max_staleness: int = 1
+    queue_depth: int | None = None
+    max_batch: int | None = None
+    max_wait_s: float | None = None
+    normalization: str = "exact"
+    behaviour_cap: float | None = 5.0
+    part_bytes: int = 64 * 1024**2
+    deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        counts = {"max_staleness": 0, "queue_depth": 1, "max_batch": 1, "part_bytes": 1}
+        for name, least in counts.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"runner.options.{name} is at least {least}; got {value}.")
+        if self.max_wait_s is not None and not self.max_wait_s >= 0:
+            raise ValueError(f"runner.options.max_wait_s is a number of seconds from 0 on; got {self.max_wait_s}.")
+        if not self.deadline_s > 0:
+            raise ValueError(f"runner.options.deadline_s is a positive number of seconds; got {self.deadline_s}.")
+        if self.normalization not in NORMALIZATIONS:
+            raise ValueError(
+                f"runner.options.normalization is one of {', '.join(NORMALIZATIONS)}; got {self.normalization!r}."
+            )
+
+    @property
+    def bound(self) -> int:
+        """Of the staleness."""
+        return self.max_staleness if self.async_train else 0
+
+
+class RlVla3Runner:
+    """embodix's schedule in RLinf's workers; with every switch off RLinf's ``EmbodiedRunner``, unmodified.
+
+    Args:
+        options: of `AsyncSettings`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._settings = AsyncSettings(**options)
+        self._sync = SyncRunner()
+        self._is_sync = not (self._settings.async_train or self._settings.dynamic_batching or self._settings.streaming)
+        self.evaluates = self._is_sync
+
+    def check(self, sizes: RunSizes) -> None:
+        require_legal(sizes)
+        faults = [] if self._is_sync else list(self._faults(sizes))
+        if faults:
+            raise ValueError("runner=rl_vla3 can't run so: " + " ".join(faults))
+
+    def host_settings(self, sizes: RunSizes) -> Mapping[str, Any]:
+        return {} if self._is_sync else {"embodix": {"rl_vla3": asdict(self._settings)}}
+
+    def workers(self) -> WorkerClasses:
+        if self._is_sync:
+            return self._sync.workers()
+        return worker_classes(
+            "shard_env:ShardEnvWorker", "batching_rollout:BatchingRollout", "streaming_actor:StreamingActor"
+        )
+
+    def runner_class(self) -> Any:
+        if self._is_sync:
+            return self._sync.runner_class()
+        return attribute("embodix.rl.rlinf.asynchronous.driver:AsynchronousRunner")
+
+    def _faults(self, sizes: RunSizes) -> Iterator[str]:
+        if sizes.advantage != PPO:
+            yield f"It trains by PPO; asynchronous {sizes.advantage.upper()} is not there yet, take runner=sync."
+        if sizes.actor_workers != 1:
+            yield f"It has one training process; set placement.actor_workers=1 (got {sizes.actor_workers})."
+        if sizes.global_batch != sizes.chunks_per_step or sizes.update_epochs != 1:
+            yield (
+                f"It makes one optimizer step of a rollout, once: set optim.global_batch={sizes.chunks_per_step} (got "
+                f"{sizes.global_batch}) and algorithm.update_epoch=1 (got {sizes.update_epochs})."
+            )
+        if sizes.reward_type != "chunk_level":
+            yield f"Its advantages are those of chunks: set algorithm.reward_type=chunk_level, not {sizes.reward_type}."
+        shards = sizes.env_workers * sizes.num_stages
+        if not self._settings.dynamic_batching:
+            yield from self._barrier_faults(sizes)
+        depth = self._settings.queue_depth
+        if depth is not None and depth < shards:
+            yield f"runner.options.queue_depth={depth} leaves some of the {shards} shards idle; nearest: {shards}."
+
+    def _barrier_faults(self, sizes: RunSizes) -> Iterator[str]:
+        if sizes.num_stages != 1:
+            yield (
+                "Without dynamic_batching inference waits for every environment worker, and stages would wait for each "
+                f"other's leave to generate: set rollout.stages=1 (got {sizes.num_stages})."
+            )
+        if sizes.rollout_workers != 1:
+            yield (
+                "Without dynamic_batching one inference process serves all environment workers: set "
+                f"placement.rollout_workers=1 (got {sizes.rollout_workers})."
+            )

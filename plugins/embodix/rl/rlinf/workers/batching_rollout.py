@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RLinf's inference worker that batches what is there, with two models that take turns as weights arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from embodix.rl.rlinf.extension import activate
+
+activate("rollout")  # before RLinf's modules are imported, hence the order below
+
+import torch  # noqa: E402
+from rlinf.data.embodied_io_struct import RolloutResult  # noqa: E402
+from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker  # noqa: E402
+
+from embodix.rl.rlinf.asynchronous.exchange import (  # noqa: E402
+    EVENTS,
+    REQUESTS,
+    Adopted,
+    ChannelReceive,
+    ChannelSend,
+    Event,
+    allow_many_waits,
+    answers_key,
+    weights_key,
+)
+from embodix.rl.rlinf.asynchronous.weight_parts import ModelBuffer  # noqa: E402
+from embodix.rl.rlinf.workers.rollout import TimedInference  # noqa: E402
+from embodix.rl.scheduling.adaptive import AdaptiveLimits  # noqa: E402
+from embodix.rl.scheduling.batcher import (  # noqa: E402
+    Batch,
+    BatchLimits,
+    BatchPolicy,
+    DynamicBatcher,
+    FixedLimits,
+    Request,
+)
+from embodix.rl.scheduling.weights import WeightMessage, WeightReceiver  # noqa: E402
+
+
+class BatchingRollout(TimedInference, MultiStepRolloutWorker):
+    """Answers requests in batches, each with exactly one policy version.
+
+    Inference runs in a thread of its own, so that requests and weights arrive meanwhile.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self._settings = cfg.embodix.rl_vla3
+        self._name = f"rollout {self._rank}"
+        self._inference = ThreadPoolExecutor(1, thread_name_prefix="inference")
+        self._tasks: list[asyncio.Future[Any]] = []
+
+    def init_worker(self) -> None:
+        """RLinf builds the model, twice."""
+        super().init_worker()
+        self._front = ModelBuffer(self.hf_model)
+        super().init_worker()
+        self._back = ModelBuffer(self.hf_model)
+
+    async def prepare(self, input_channel: Any, event_channel: Any, version: int) -> None:
+        """Receive weights from now on; returns when `version` is in use."""
+        allow_many_waits()
+        events = ChannelSend[Event](event_channel, EVENTS)
+
+        async def adopt(worker: str, adopted: int) -> None:
+            await events.send(Adopted(worker, adopted))
+
+        self._weights = WeightReceiver(
+            self._front,
+            self._back,
+            self._front.names,
+            version=version - 1,
+            worker=self._name,
+            on_adopt=adopt,
+            deadline_s=self._settings.deadline_s,
+        )
+        messages = ChannelReceive[WeightMessage](input_channel, weights_key(self._rank))
+        self._tasks.append(asyncio.ensure_future(self._keep_receiving(messages)))
+        await self._weights.wait_for_version(version)
+        await self._weights.adopt()
+
+    async def generate(self, input_channel: Any, output_channel: Any) -> None:
+        """Answer requests until `stop`."""
+        serving = asyncio.ensure_future(self._serve(input_channel, output_channel))
+        self._tasks.append(serving)
+        try:
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except asyncio.CancelledError:
+            pass  # `stop` was called
+
+    def stop(self) -> None:
+        """Answer nothing more."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _keep_receiving(self, messages: ChannelReceive[WeightMessage]) -> None:
+        """A complete version comes into use at once, or after the running inference."""
+        while True:
+            message = await messages.receive()
+            with self.timeline_span("weights"):
+                await self._weights.accept(message)
+            if self._weights.ready_version is not None:
+                await self._weights.adopt()
+
+    async def _serve(self, input_channel: Any, output_channel: Any) -> None:
+        requests = ChannelReceive[Request[Any]](input_channel, REQUESTS)
+        batcher = DynamicBatcher(requests, self._limits(), name=self._name, deadline_s=self._settings.deadline_s)
+        answers: set[asyncio.Future[None]] = set()
+        while True:
+            with self.timeline_span("wait"):
+                batch = await batcher.next_batch()
+            begun = time.perf_counter()
+            results = await self._infer(batch)
+            for request, result in zip(batch.requests, results, strict=True):
+                channel = ChannelSend[RolloutResult](output_channel, answers_key(request.client))
+                answer = asyncio.ensure_future(channel.send(result))
+                answers.add(answer)
+                answer.add_done_callback(answers.discard)
+            batcher.observe(batch, time.perf_counter() - begun)
+
+    def _limits(self) -> BatchPolicy:
+        settings, num_workers = self._settings, self.placement.get_world_size("env")
+        if not settings.dynamic_batching:
+            return FixedLimits(BatchLimits(num_workers, float("inf")))
+        most = settings.max_batch or num_workers * self.num_pipeline_stages
+        if settings.max_wait_s is None:
+            return AdaptiveLimits(most)
+        return FixedLimits(BatchLimits(most, settings.max_wait_s))
+
+    async def _infer(self, batch: Batch[Any]) -> list[RolloutResult]:
+        loop = asyncio.get_running_loop()
+        async with self._weights.use() as (version, buffer):
+            return await loop.run_in_executor(self._inference, self._compute, batch, version, buffer)
+
+    def _compute(self, batch: Batch[Any], version: int, buffer: ModelBuffer) -> list[RolloutResult]:
+        self.hf_model, self.version = buffer.model, version
+        merged = self._merge_obs_batches([request.payload for request in batch.requests])
+        actions, result = self.predict(merged["obs"])
+        answer = RolloutResult(
+            actions=actions,
+            prev_logprobs=result["prev_logprobs"],
+            prev_values=result["prev_values"],
+            bootstrap_values=self.get_bootstrap_values(merged["final_obs"]),
+            forward_inputs=result["forward_inputs"],
+            versions=torch.full_like(result["prev_logprobs"], float(version), dtype=torch.float32),
+        )
+        return list(self._split_rollout_result(answer, [request.size for request in batch.requests]))
