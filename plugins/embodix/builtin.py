@@ -83,6 +83,11 @@ def register_runners() -> list[Registration]:
         Registration("sync", f"{runners}:SyncRunner", "RLinf's synchronous runner"),
         Registration("pipeline", f"{runners}:PipelineRunner", "RLinf's synchronous runner, trained as rollouts arrive"),
         Registration("rlinf_async", f"{runners}:RlinfAsyncRunner", "RLinf's asynchronous PPO as shipped"),
+        Registration(
+            "rl_vla3",
+            "embodix.rl.rlinf.asynchronous.settings:RlVla3Runner",
+            "RL-VLA3: asynchronous training, dynamic batching, streaming, each by a switch",
+        ),
     ]
 
 

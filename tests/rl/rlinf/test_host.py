@@ -143,6 +143,30 @@ def test_asynchronous_runs_train_on_frames_again(tmp_path, decoupled):
     assert set(counted.staleness) <= {0, 1}
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.stages=2", "rollout.epochs=2", "optim.global_batch=128", "rl.save_every=2"],
+        ["runner.options.dynamic_batching=false", "runner.options.streaming=false", "runner.options.max_staleness=2"],
+        ["runner.options.async_train=false", "rollout.stages=2", "runner.options.normalization=previous"],
+    ],
+    ids=["everything", "async_train", "batching and streaming"],
+)
+def test_rl_vla3_trains_every_frame_once_and_in_time(tmp_path, overrides):
+    _finish(_start(tmp_path, "runner=rl_vla3", "placement.env_workers=2", "env.step_s=0.05", *overrides))
+    steps = read_rl_steps(tmp_path / "metrics.jsonl")
+    sizes = load_manifest(tmp_path / "manifest.json").settings["sizes"]
+    frames = sizes["num_envs"] * sizes["rollout_epochs"] * sizes["steps_per_epoch"]
+    assert [step.frames for step in steps] == [step.fresh_frames for step in steps] == [frames] * 3
+    most = 0 if "runner.options.async_train=false" in overrides else 2
+    assert all(max(step.staleness) <= most and min(step.staleness) >= 0 for step in steps)
+    assert set(steps[0].staleness) == {0}
+    last = steps[-1].metrics
+    assert last["gate/admitted"] == last["gate/finished"] == last["gate/taken"]
+    activities = {span.activity for span in read_timeline(tmp_path / "timeline")}
+    assert {"step", "infer", "train", "weights", "wait"} <= activities
+
+
 def test_two_runs_at_once_do_not_disturb_each_other_and_leave_nothing(tmp_path):
     runs = [_start(tmp_path / name) for name in ("one", "other")]
     for run in runs:

@@ -88,7 +88,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(tmp_path, overrides, 
 
 
 def test_unknown_runner_names_the_registered_ones(tmp_path):
-    with pytest.raises(PluginError, match=r"No runner is called 'fast'; known: pipeline, rlinf_async, sync"):
+    with pytest.raises(PluginError, match=r"No runner is called 'fast'; known: pipeline, rl_vla3, rlinf_async, sync"):
         _plan(tmp_path, "runner.name=fast")
 
 

@@ -32,11 +32,11 @@ Where each object lives, for RLinf's workers:
 - environment worker: before each trajectory of a shard ``ticket = await gate.admit(name)``, after it
   ``await gate.finish(Finished(ticket, trajectory))``. ``None`` for a ticket means that the run needs no more. When the
   worker is restarted, its component's ``start`` calls ``gate.lose(name)``: what it had begun is masked.
-- trainer: the `StalenessGate` lives in its first rank, which others reach by two channels (tickets, trajectories) or by
-  calls of that worker. Rank 0 takes, and broadcasts what it took, so that all ranks train the same samples. A
-  `MicroBatchStreamer` turns them into work; after the optimizer step ``await gate.advance(version)`` and
+- trainer: a `MicroBatchStreamer` turns what was taken off the gate into work; after the optimizer step
   ``sender.offer(version, buckets)``.
-- runner (driver): `Conductor` with a `RunProtocol`; `Heartbeats` fed by the workers' metric channel.
+- runner (driver): the `StalenessGate`, since the trainer computes while leave is asked for. The driver takes, tells
+  every training process what it took, so that all train the same samples, and calls ``await gate.advance(version)``
+  before a version is offered. `Conductor` with a `RunProtocol`; `Heartbeats` fed by the workers' metric channel.
 
 ``staleness`` counts from the oldest version that a trajectory's actions can carry, which is the oldest that any rollout
 worker uses when the trajectory begins: rollout workers tell the gate by ``adopt`` (`WeightReceiver`'s ``on_adopt``).
