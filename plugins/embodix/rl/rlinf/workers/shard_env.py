@@ -131,19 +131,24 @@ class Shard:
         collected = EmbodiedRolloutResult(max_episode_length=worker.cfg.env.train.max_episode_steps)
         metrics: dict[str, list[float]] = {}
         seen = await worker.simulate(worker.begin, stage)
-        for _ in range(worker.n_train_chunk_steps):
+        for step in range(worker.n_train_chunk_steps):
             answer = await self._act(seen)
             collected.append_step_result(self._step_result(seen, answer, is_last=False))
             begun = time.perf_counter()
             seen, ended = await worker.simulate(worker.env_interact_step, answer.actions, stage)
             self._worked_s = time.perf_counter() - begun
-            for name, values in ended.items():
+            for name, values in ended.items() if self._counts(step) else ():
                 metrics.setdefault(f"env/{name}", []).extend(values.flatten().float().tolist())
         answer = await self._act(seen)
         collected.append_step_result(self._step_result(seen, answer, is_last=True))
         await worker.simulate(worker.end, stage, seen)
         await self._samples.send(collected.to_trajectory())
         return metrics
+
+    def _counts(self, step: int) -> bool:
+        """Whether what a step says of episodes is final; without auto-reset only the last one's is."""
+        train = self._worker.cfg.env.train
+        return bool(train.auto_reset or train.ignore_terminations) or step == self._worker.n_train_chunk_steps - 1
 
     async def _act(self, seen: EnvOutput) -> Any:
         """What the policy answers to an observation."""
