@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from embodix.data.column_reads import read_columns
 from embodix.data.mixture_spec import decode_mixture, is_mixture
-from embodix.evaluation.model_folder import ModelFolder
+from embodix.evaluation.model_folder import ModelFolder, is_dataset
 from embodix.schema.gate import GateSettings
 
 Batch = dict[str, Any]
@@ -178,21 +178,17 @@ def _trained_on(source: ModelFolder, cfg: DictConfig, root: str | None) -> Train
     found = _of_mixture(cfg) if is_mixture(cfg.dataset) else _of_run(source)
     if root is not None:
         is_other = (
-            found is not None and found.root is not None and _is_dataset(found.root) and not _same(found.root, root)
+            found is not None and found.root is not None and is_dataset(found.root) and not _same(found.root, root)
         )
         episodes = [] if is_other else found.episodes if found else None
         found = TrainedOn(found.repo_id if found else Path(root).name, root, episodes)
-    if found is None or (found.root is not None and not _is_dataset(found.root)):
+    if found is None or (found.root is not None and not is_dataset(found.root)):
         where = "nothing says what it was trained on" if found is None else f"there is none at {found.root}"
         raise ValueError(
             f"The accuracy gate measures {source.model} on its own data set, and {where}. "
             "Give its folder: gate.dataset_root=data/metaworld_demo."
         )
     return found
-
-
-def _is_dataset(root: str) -> bool:
-    return (Path(root) / "meta" / "info.json").is_file()
 
 
 def _same(one: str, other: str) -> bool:

@@ -100,7 +100,7 @@ class ModelFolder:
         """What the tasks of the training data say; nothing where the data set is not on this machine."""
         dataset = self.train_config.get("dataset", {})
         root = dataset.get("root")
-        if root is None or not (Path(root) / "meta" / "info.json").is_file():
+        if root is None or not is_dataset(root):
             return []
         return [str(task) for task in LeRobotDatasetMetadata(dataset["repo_id"], root=root).tasks.index]
 
@@ -166,6 +166,11 @@ def find_model(path: Path | str) -> ModelFolder:
         f"(checkpoints/000100, checkpoints/last), its {PRETRAINED_MODEL_DIR}, or a model on the hub as owner/name. "
         f"Looked in: {', '.join(map(str, tried))}."
     )
+
+
+def is_dataset(root: str) -> bool:
+    """Whether a LeRobotDataset is in a folder."""
+    return (Path(root) / "meta" / "info.json").is_file()
 
 
 def _is_model(folder: Path) -> bool:

@@ -115,8 +115,20 @@ class OptimSettings:
 
 
 @dataclass
-class PlacementNode:
-    """``embodix.rl.rlinf.placement.PlacementSettings``."""
+class PlacementSettings:
+    """The choice of a placement.
+
+    Attributes:
+        name: ``colocated``: every component on all accelerators; ``disaggregated``: training on accelerators of its
+            own, environments and inference together on the others; ``hybrid``: environments on accelerators of their
+            own, inference on the others, training on all.
+        accelerators: of the node; 0 places processes on the node.
+        env_workers: environment processes; None for one for each accelerator that they have.
+        rollout_workers: inference processes, likewise.
+        actor_workers: training processes, likewise.
+        own_accelerators: of the separate component: training in ``disaggregated``, environments in ``hybrid``; None for
+            half of them.
+    """
 
     name: str = MISSING
     accelerators: int = 0
@@ -127,8 +139,18 @@ class PlacementNode:
 
 
 @dataclass
-class ClusterNode:
-    """``embodix.rl.rlinf.ray_cluster.ClusterSettings``."""
+class ClusterSettings:
+    """Where the run's workers live.
+
+    Attributes:
+        address: ``host:port`` of an existing cluster, which is joined and left as it is; None for one of the run's own.
+        start_timeout_s: how long a start may take. A loaded machine needs a minute.
+        start_attempts: how often a start is tried.
+        num_cpus: what Ray takes for the machine's cores; its own count if None. It limits prestarted processes.
+        object_store_gb: memory for objects in flight.
+        folder: where Ray's folder is made. Its path must be short: Ray puts sockets into it.
+        threads_per_worker: of torch and BLAS in each worker process.
+    """
 
     address: str | None = None
     start_timeout_s: float = 180.0
@@ -172,8 +194,8 @@ class RlApp:
     optim: OptimSettings = field(default_factory=OptimSettings)
     algorithm: Any = MISSING
     runner: NamedChoice = field(default_factory=NamedChoice)
-    placement: PlacementNode = field(default_factory=PlacementNode)
-    cluster: ClusterNode = field(default_factory=ClusterNode)
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
     host: Any = field(default_factory=dict)
     strict_plugins: bool = True
     resume: str | None = None

@@ -13,7 +13,8 @@ import pytest
 
 from embodix.rl.rlinf import ray_cluster
 from embodix.rl.rlinf.faults import RayStartError
-from embodix.rl.rlinf.ray_cluster import ClusterSettings, head_options, run_cluster
+from embodix.rl.rlinf.ray_cluster import head_options, run_cluster
+from embodix.schema.rl import ClusterSettings
 
 QUICK = ClusterSettings(start_timeout_s=20.0, start_attempts=2)
 ANSWERS = """

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from embodix.rl.rlinf.placement import PlacementSettings, place
+from embodix.rl.rlinf.placement import place
 from embodix.rl.rlinf.sizes import RunSizes, require_legal
+from embodix.schema.rl import PlacementSettings
 
 LEGAL = RunSizes(
     num_envs=8,

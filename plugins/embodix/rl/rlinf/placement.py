@@ -9,31 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from embodix.schema.rl import PlacementSettings
+
 PLACEMENTS = ("colocated", "disaggregated", "hybrid")
-
-
-@dataclass(frozen=True)
-class PlacementSettings:
-    """The choice of a placement.
-
-    Attributes:
-        name: ``colocated``: every component on all accelerators; ``disaggregated``: training on accelerators of its
-            own, environments and inference together on the others; ``hybrid``: environments on accelerators of their
-            own, inference on the others, training on all.
-        accelerators: of the node; 0 places processes on the node.
-        env_workers: environment processes; None for one for each accelerator that they have.
-        rollout_workers: inference processes, likewise.
-        actor_workers: training processes, likewise.
-        own_accelerators: of the separate component: training in ``disaggregated``, environments in ``hybrid``; None for
-            half of them.
-    """
-
-    name: str = "colocated"
-    accelerators: int = 0
-    env_workers: int | None = None
-    rollout_workers: int | None = None
-    actor_workers: int | None = None
-    own_accelerators: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
 from embodix.rl.rlinf.host_config import host_config
-from embodix.rl.rlinf.placement import Placement, PlacementSettings, place
-from embodix.rl.rlinf.ray_cluster import ClusterSettings
+from embodix.rl.rlinf.placement import Placement, place
 from embodix.rl.rlinf.runners import HostRunner
 from embodix.rl.rlinf.sizes import RunSizes
+from embodix.schema.rl import ClusterSettings, PlacementSettings
 
 
 @dataclass(frozen=True)

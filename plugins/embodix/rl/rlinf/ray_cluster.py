@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from embodix.rl.rlinf.faults import RayStartError
+from embodix.schema.rl import ClusterSettings
 
 # What other clusters leave in the environment; it must reach neither the head process nor this one.
 FOREIGN_VARIABLES = (
@@ -36,29 +37,6 @@ FOREIGN_VARIABLES = (
 )
 LONGEST_SOCKET_PATH = 107  # bytes, of sockaddr_un
 SOCKETS = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-
-
-@dataclass(frozen=True)
-class ClusterSettings:
-    """Where the run's workers live.
-
-    Attributes:
-        address: ``host:port`` of an existing cluster, which is joined and left as it is; None for one of the run's own.
-        start_timeout_s: how long a start may take. A loaded machine needs a minute.
-        start_attempts: how often a start is tried.
-        num_cpus: what Ray takes for the machine's cores; its own count if None. It limits prestarted processes.
-        object_store_gb: memory for objects in flight.
-        folder: where Ray's folder is made. Its path must be short: Ray puts sockets into it.
-        threads_per_worker: of torch and BLAS in each worker process.
-    """
-
-    address: str | None = None
-    start_timeout_s: float = 180.0
-    start_attempts: int = 3
-    num_cpus: int | None = None
-    object_store_gb: float = 0.5
-    folder: str | None = None
-    threads_per_worker: int = 1
 
 
 @dataclass(frozen=True)
