@@ -20,13 +20,20 @@ PATCH = Patch(
 )
 
 
+class CpuStream(contextlib.nullcontext[None]):
+    """What is done on it is done when the call returns."""
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the caller's back."""
+
+
 class CpuPlatform:
     """The part of ``torch.cuda`` that RLinf's embodied workers use, on the CPU.
 
     ``is_available`` is False: it asks for an accelerator, and upstream's CPU-only branches depend on it.
     """
 
-    Stream = contextlib.nullcontext
+    Stream = CpuStream
     Event = contextlib.nullcontext
 
     @staticmethod
@@ -35,7 +42,7 @@ class CpuPlatform:
 
     @staticmethod
     def is_initialized() -> bool:
-        return False
+        return True  # it needs no initialisation
 
     @staticmethod
     def device_count() -> int:
@@ -48,10 +55,8 @@ class CpuPlatform:
         return torch.device("cpu")
 
     @staticmethod
-    def current_stream(device: Any = None) -> Any:
-        import torch
-
-        return torch.cpu.current_stream(device)
+    def current_stream(device: Any = None) -> CpuStream:
+        return CpuStream()
 
     @staticmethod
     def stream(stream: Any) -> Any:

@@ -197,6 +197,6 @@ def _weight_syncer_node(cfg: DictConfig) -> dict[str, Any]:
             "bucket_dtype": None,
             "bucket_device": "cpu" if on_cpu else "cuda",
             "is_agent": False,
-            "load_instant": not on_cpu,  # loading each bucket as it comes records it on a stream, which a CPU has not
+            "load_instant": True,
         },
     }

@@ -154,12 +154,32 @@ def _launch(plan: RunPlan, host_cluster: Any, host_cfg: DictConfig) -> dict[str,
 
     placement = HybridComponentPlacement(host_cfg, host_cluster)
     classes = plan.runner.workers()
-    return {
+    groups = {
         role: getattr(classes, role)
         .create_group(host_cfg)
         .launch(host_cluster, name=host_cfg[role].group_name, placement_strategy=placement.get_strategy(role))
         for role in ("actor", "rollout", "env")
     }
+    for role in ("actor", "rollout"):
+        _tell_steps_in_order(groups[role])
+    return groups
+
+
+def _tell_steps_in_order(group: Any) -> None:
+    """Have the group's ``set_global_step`` return when it is done.
+
+    Ray may begin the calls of an actor that has coroutines in any order. RLinf's synchronous runner does not wait for
+    this one (rlinf/runners/embodied_runner.py; its asynchronous runner does), so weights were sent now and then under
+    the number of the step before.
+    """
+    tell = group.set_global_step
+
+    def tell_and_wait(step: int) -> Any:
+        told = tell(step)
+        told.wait()
+        return told
+
+    group.set_global_step = tell_and_wait
 
 
 def _write_manifest(cfg: DictConfig, plan: RunPlan, reports: Sequence[Any], folder: Path) -> None:
