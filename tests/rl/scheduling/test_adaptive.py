@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -146,3 +147,8 @@ def test_a_replay_serves_what_the_batcher_serves(max_size, max_wait_s, shards):
     steps = [partial(next, iter(trace)) for trace in worked]
     served = run_virtually(serve_clients(FixedLimits(limits), steps, INFERENCE["affine"], 40.0, shards))
     assert served.rate(8.0, 40.0) == pytest.approx(predicted, rel=0.04)
+
+
+def test_what_takes_no_time_is_served_without_limit():
+    clients = {str(index): ClientTrace(str(index), [0.0] * 4) for index in range(3)}
+    assert replay(clients, lambda size: 0.0, BatchLimits(3, 0.0), 60).requests_per_s == math.inf

@@ -8,6 +8,7 @@ Sources step their shards one at a time in the order of the answers.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,10 @@ class _Replay:
             if was_cold and served >= num_warm:
                 num_warm, warm_at = served, self._now
         counted = served - num_warm
-        return Replayed(counted / (self._now - warm_at), waits / counted) if counted else Replayed(0.0, 0.0)
+        if not counted:
+            return Replayed(0.0, 0.0)
+        took = self._now - warm_at
+        return Replayed(counted / took if took else math.inf, waits / counted)
 
     def _next_batch(self) -> list[tuple[float, str]]:
         limits, waiting = self._limits, self._waiting
