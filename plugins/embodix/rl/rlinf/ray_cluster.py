@@ -71,8 +71,10 @@ def run_cluster(settings: ClusterSettings, extension: str, keep_logs: Path | Non
             yield RunCluster(settings.address, _namespace(), shared)
         return
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with _own_cluster(settings, {**shared, **token}, keep_logs) as (address, folder):
-        variables = {**shared, **token, "RAY_ADDRESS": address}
+    # Ray's workers are the run itself: at Ray's own niceness of 15 whatever else runs starves them.
+    own = {**shared, **token, "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}
+    with _own_cluster(settings, own, keep_logs) as (address, folder):
+        variables = {**own, "RAY_ADDRESS": address}
         with _environment(variables):
             yield RunCluster(address, _namespace(), variables, folder)
 
