@@ -35,6 +35,7 @@ FOREIGN_VARIABLES = (
     "RAY_JOB_CONFIG_JSON_ENV_VAR",
     "RAY_RUNTIME_ENV_HOOK",
 )
+NICENESS = "RAY_worker_niceness"  # a setting of Ray's servers, hence not in capitals
 LONGEST_SOCKET_PATH = 107  # bytes, of sockaddr_un
 SOCKETS = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
@@ -72,7 +73,7 @@ def run_cluster(settings: ClusterSettings, extension: str, keep_logs: Path | Non
         return
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     # Ray's workers are the run itself: at Ray's own niceness of 15 whatever else runs starves them.
-    own = {**shared, **token, "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}
+    own = {**shared, **token, NICENESS: os.environ.get(NICENESS, "0")}
     with _own_cluster(settings, own, keep_logs) as (address, folder):
         variables = {**own, "RAY_ADDRESS": address}
         with _environment(variables):
