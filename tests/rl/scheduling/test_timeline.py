@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from embodix.rl.scheduling.timeline import Span, Timeline, TrainedBatch, merge, summarize
+from embodix.report.timeline import Span
+from embodix.rl.scheduling.timeline import Timeline, TrainedBatch, merge, summarize
 from embodix.rl.scheduling.waiting import WaitTimeout
 from embodix.testing.virtual_clock import run_virtually
 
@@ -59,7 +60,7 @@ def test_timelines_of_two_machines_merge_on_one_clock():
     merged = merge([(recorded(), 0.0), (other, -90.0)])
     assert Span("env 2", "step", 10.0, 15.0) in merged.spans
     assert [batch.at for batch in merged.batches] == [10.0, 13.0, 20.0, 30.0]
-    assert [span.end for span in merged.spans] == sorted(span.end for span in merged.spans)
+    assert [span.end_s for span in merged.spans] == sorted(span.end_s for span in merged.spans)
 
 
 def test_records_are_taken_on_the_loops_clock():

@@ -11,28 +11,11 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from embodix.report.timeline import Span, busy_s, kind_of, waited_s
 from embodix.rl.scheduling.waiting import Clock, waiting
-
-
-@dataclass(frozen=True)
-class Span:
-    """An interval of one component.
-
-    Attributes:
-        who: the component.
-        what: it did, or waited for.
-        begin, end: seconds.
-        whom: it waited for; None where it was busy.
-    """
-
-    who: str
-    what: str
-    begin: float
-    end: float
-    whom: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,12 +112,13 @@ def merge(timelines: Sequence[tuple[Timeline, float]]) -> Timeline:
     merged = Timeline()
     for timeline, offset in timelines:
         for span in timeline.spans:
-            merged.spans.append(Span(span.who, span.what, span.begin + offset, span.end + offset, span.whom))
+            moved_span = replace(span, begin_s=span.begin_s + offset, end_s=span.end_s + offset)
+            merged.spans.append(moved_span)
         for batch in timeline.batches:
             moved = TrainedBatch(batch.at + offset, batch.version, batch.frames, batch.fresh_frames, batch.staleness)
             merged.batches.append(moved)
         merged.discarded_frames += timeline.discarded_frames
-    merged.spans.sort(key=lambda span: (span.end, span.who))
+    merged.spans.sort(key=lambda span: (span.end_s, span.worker))
     merged.batches.sort(key=lambda batch: batch.at)
     return merged
 
@@ -175,9 +159,7 @@ class TimelineSummary:
 
 
 def summarize(timeline: Timeline, warm_up_batches: int = 1) -> TimelineSummary:
-    """The summary of a run.
-
-    A component's kind is its name up to the first space or colon: ``env 3`` and ``env:3`` are an ``env``.
+    """The summary of a run; kinds of components are those of `embodix.report.timeline.kind_of`.
 
     Args:
         timeline: of the whole run.
@@ -194,11 +176,11 @@ def summarize(timeline: Timeline, warm_up_batches: int = 1) -> TimelineSummary:
     begin, end = batches[warm_up_batches - 1].at, batches[-1].at
     counted = batches[warm_up_batches:]
     frames, fresh = sum(batch.frames for batch in counted), sum(batch.fresh_frames for batch in counted)
-    busy, waited = _within(timeline.spans, begin, end)
+    busy = busy_s(timeline.spans, begin, end)
     num_fresh_batches = len(counted) * fresh / frames if frames else 0.0
     parts: dict[str, float] = {}
     for who, seconds in busy.items():
-        kind = who.replace(":", " ").split(" ")[0]
+        kind = kind_of(who)
         parts[kind] = max(parts.get(kind, 0.0), seconds / num_fresh_batches if num_fresh_batches else 0.0)
     bound_s = max(parts.values(), default=0.0)
     trained = sum(batch.fresh_frames for batch in batches)
@@ -210,27 +192,11 @@ def summarize(timeline: Timeline, warm_up_batches: int = 1) -> TimelineSummary:
         discarded_share=timeline.discarded_frames / max(timeline.discarded_frames + trained, 1),
         staleness=dict(sorted(sum((Counter(batch.staleness) for batch in counted), Counter()).items())),
         busy_share={who: seconds / (end - begin) for who, seconds in busy.items()},
-        waited_s=waited,
+        waited_s=waited_s(timeline.spans, begin, end),
         parts_s=parts,
         bound_s=bound_s,
         bound_share=bound_s * num_fresh_batches / (end - begin),
     )
-
-
-def _within(spans: Sequence[Span], begin: float, end: float) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Seconds busy, and seconds waited for whom, of each component in an interval."""
-    busy: dict[str, float] = {}
-    waited: dict[str, dict[str, float]] = {}
-    for span in sorted(spans, key=lambda one: (one.who, one.begin)):
-        seconds = min(span.end, end) - max(span.begin, begin)
-        if seconds <= 0:
-            continue
-        if span.whom is None:
-            busy[span.who] = busy.get(span.who, 0.0) + seconds
-        else:
-            of_who = waited.setdefault(span.who, {})
-            of_who[span.whom] = of_who.get(span.whom, 0.0) + seconds
-    return busy, waited
 
 
 def _string_keys(counts: Mapping[int, int]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from embodix.report.timeline import Span
 from embodix.rl.scheduling.batcher import Batch, DynamicBatcher, Request
 from embodix.rl.scheduling.channels import ChannelClosed, Mailbox
 from embodix.rl.scheduling.protocol import DrainMode
@@ -15,7 +16,7 @@ from embodix.rl.scheduling.simulation.pacing import Pacing, StockStore, Trajecto
 from embodix.rl.scheduling.simulation.workload import Workload
 from embodix.rl.scheduling.staleness import Finished, StalenessGate
 from embodix.rl.scheduling.streamer import MicroBatchStreamer, Prepare, Sample, Train, Work
-from embodix.rl.scheduling.timeline import Span, Timeline
+from embodix.rl.scheduling.timeline import Timeline
 from embodix.rl.scheduling.weights import Part, WeightMessage, WeightReceiver, WeightSender
 
 NUM_WEIGHT_PARTS = 4
