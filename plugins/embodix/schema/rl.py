@@ -13,6 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from embodix.schema.bench import BenchSettings
 from embodix.schema.train import NamedChoice, TokenizerSettings
 
 
@@ -177,6 +178,7 @@ class RlApp:
         runner: how rollout, training and the exchange of weights are scheduled.
         host: further nodes of RLinf's config, merged over what is composed here.
         resume: a run folder, or one of its checkpoints, whose training goes on.
+        bench: what `lerobot bench rl` compares; a run itself does not read it.
     """
 
     rl: RlSettings = field(default_factory=RlSettings)
@@ -199,6 +201,7 @@ class RlApp:
     host: Any = field(default_factory=dict)
     strict_plugins: bool = True
     resume: str | None = None
+    bench: BenchSettings = field(default_factory=BenchSettings)
 
 
 def register() -> None:
