@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from embodix.rl.latency import Durations
 
 LATENCY = "latency"
-_LATENCY_FIELDS = ("type", "state_dim", "step_s", "step_s_per_env", "reset_s", "episode_length")
-REWARD_SOURCES = ("success", "simulator")
+_FAULT_FIELDS = ("crash_every_steps", "hang_every_steps")
+_LATENCY_FIELDS = ("type", "state_dim", "step_s", "step_s_per_env", "reset_s", "episode_length", *_FAULT_FIELDS)
+REWARD_SOURCES = ("success", "simulator", "progress")
 
 
 def environment_node(cfg: DictConfig) -> dict[str, Any]:
@@ -51,5 +52,12 @@ def _latency_node(env: Mapping[str, Any], seed: int) -> dict[str, Any]:
         Durations.of(env[name])
     if env["step_s_per_env"] < 0:
         raise ValueError(f"env.step_s_per_env is a number of seconds from 0 on; got {env['step_s_per_env']}.")
+    faults = {name: env.get(name) for name in _FAULT_FIELDS}
+    for name, steps in faults.items():
+        if steps is not None and steps < 1:
+            raise ValueError(f"env.{name} counts chunk steps, from 1 on, or is null; got {steps}.")
     declared = {name: env[name] for name in ("state_dim", "step_s", "step_s_per_env", "reset_s")}
-    return {"train": {"environment": LATENCY, "seed": seed, **declared}, "episode_steps": env["episode_length"]}
+    return {
+        "train": {"environment": LATENCY, "seed": seed, **declared, **faults},
+        "episode_steps": env["episode_length"],
+    }

@@ -34,6 +34,15 @@ class EpisodeSeeds:
         """The next episodes are the first ones again."""
         self._begun = [0] * self.num_envs
 
+    @property
+    def num_begun(self) -> list[int]:
+        """Episodes that each environment has begun."""
+        return list(self._begun)
+
+    def skip(self, num_begun: list[int]) -> None:
+        """Go on as if so many episodes of each environment had been begun."""
+        self._begun = list(num_begun)
+
     def group(self, env: int) -> int:
         """The number of an environment's group among all of the run."""
         return self.place * (self.num_envs // self.group_size) + env // self.group_size

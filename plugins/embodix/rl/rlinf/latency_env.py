@@ -6,6 +6,8 @@ Shape suffixes: B environments, C action steps of a chunk, A action dimensions, 
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
@@ -26,7 +28,8 @@ class LatencyEnv:
     Args:
         cfg: RLinf's ``env.train`` or ``env.eval``; its ``embodix`` holds ``state_dim``, ``step_s`` and ``reset_s``
             (durations of a chunk step and of a reset of the whole rank), ``step_s_per_env`` (seconds added for each
-            environment of the rank) and ``seed``.
+            environment of the rank) and ``seed``; for studies of faults also ``crash_every_steps`` (chunk steps after
+            which this process kills itself) and ``hang_every_steps`` (after which a step never ends).
         num_envs: environments of this rank and stage.
         seed_offset: number of the rank and stage, which decides its draws.
         total_num_processes: ranks times stages.
@@ -41,9 +44,10 @@ class LatencyEnv:
         self._state_dim, self._max_steps = int(declared.state_dim), int(cfg.max_episode_steps)
         self._auto_reset, self._ignore_terminations = bool(cfg.auto_reset), bool(cfg.ignore_terminations)
         self._per_env_s = float(declared.step_s_per_env)
-        self._step_s = durations_of(declared.step_s).stream((int(declared.seed), seed_offset, 0))
-        self._reset_s = durations_of(declared.reset_s).stream((int(declared.seed), seed_offset, 1))
-        self._states = np.random.default_rng([int(declared.seed), seed_offset, 2])
+        self._crash_every, self._hang_every = declared.get("crash_every_steps"), declared.get("hang_every_steps")
+        self._num_chunk_steps = 0
+        self._place, self._life = seed_offset, 0
+        self._draw_from_streams()
         self._statistics = EpisodeStatistics(num_envs)
         self._states_BS = self._draw_states()
 
@@ -58,6 +62,7 @@ class LatencyEnv:
     def chunk_step(self, chunk_actions: Any) -> tuple[list[Any], Tensor, Tensor, Tensor, list[Any]]:
         """Run a chunk [B, C, A]; rewards, terminations and truncations are [B, C]."""
         begun = time.perf_counter()
+        self._fail_where_declared()
         actions_BCA = torch.as_tensor(np.asarray(chunk_actions), dtype=torch.float32)
         rewards_BC = ((actions_BCA[..., 0] - self._states_BS[:, :1]).abs() < 0.5).float()
         num_steps = rewards_BC.shape[1]
@@ -73,6 +78,30 @@ class LatencyEnv:
 
     def update_reset_state_ids(self) -> None:
         """Every reset draws new states."""
+
+    def progress(self) -> int:
+        """For `go_on` of an environment that is made in place of this one."""
+        return self._life
+
+    def go_on(self, progress: int) -> None:
+        """Draw other numbers than the environment that was at `progress`."""
+        self._life = progress + 1
+        self._draw_from_streams()
+        self._states_BS = self._draw_states()
+
+    def _draw_from_streams(self) -> None:
+        declared = self.cfg.embodix
+        seed = (int(declared.seed), self._place, *((self._life,) if self._life else ()))
+        self._step_s = durations_of(declared.step_s).stream((*seed, 0))
+        self._reset_s = durations_of(declared.reset_s).stream((*seed, 1))
+        self._states = np.random.default_rng([*seed, 2])
+
+    def _fail_where_declared(self) -> None:
+        self._num_chunk_steps += 1
+        if self._crash_every and self._num_chunk_steps % self._crash_every == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while self._hang_every and self._num_chunk_steps % self._hang_every == 0:
+            time.sleep(1.0)
 
     def _begin_again(self, done_B: np.ndarray, last: dict[str, Any], infos: dict[str, Any]) -> tuple[Any, Any]:
         spend(self._reset_s.draw())

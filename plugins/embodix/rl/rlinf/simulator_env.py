@@ -95,6 +95,14 @@ class SimulatorEnv:
             self._seeds.restart()
 
     def close(self) -> None:
+    def progress(self) -> list[int]:
+        """Episodes that each environment has begun, for `go_on` of one that is made in place of this one."""
+        return self._seeds.num_begun
+
+    def go_on(self, progress: list[int]) -> None:
+        """Begin other episodes than those that were begun at `progress`, and than the next one: it may have failed."""
+        self._seeds.skip([num + 1 for num in progress])
+
         """Free the simulators."""
         for simulator in self._simulators:
             simulator.close()
