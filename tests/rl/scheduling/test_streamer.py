@@ -148,3 +148,14 @@ def test_samples_that_do_not_fit_are_refused():
         stream(MicroBatchStreamer(4, 2, 2), [Sample(None, 1, group="a"), Sample(None, 2, group="a")])
     with pytest.raises(ValueError, match=r"Groups \['a', 'b'\] are incomplete.*admit a group as one ticket"):
         stream(MicroBatchStreamer(4, 4, 2), [Sample(None, 1, group=name) for name in "abcc"])
+
+
+def test_a_batch_that_is_masked_leaves_the_scale_of_the_one_before():
+    streamer = MicroBatchStreamer(2, 1, normalization="previous")
+    scales = []
+    for batch in ([1.0, 3.0], [], [2.0, 4.0]):
+        for place in range(2):
+            work = streamer.add(Sample(None, advantages=Moments.of(batch[place : place + 1])))
+            scales += [one.scale for one in work if isinstance(one, Train)]
+    first = Moments.of([1.0, 3.0]).scale()
+    assert scales == [first] * 6

@@ -204,7 +204,7 @@ class MicroBatchStreamer:
         scale = self._moments.scale()
         work: list[Work] = [Train(prepare.index, prepare.samples, scale) for prepare in self._waiting]
         work.append(Step(self._num_micro_batches, self._moments.count))
-        if self._normalization == "previous":
+        if self._normalization == "previous" and self._moments.count:  # a batch that is masked has no scale
             self._previous = scale
         self._begin()
         return work

@@ -38,6 +38,10 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
         self._settings = AsyncSettings(**cfg.embodix.rl_vla3)
         self._event_channel = Channel.create("Events")
         self._began_s = time.time()
+        self._masked_frames = 0  # of the batch that is trained
+        self._num_shards = cfg.rollout.pipeline_stage_num * len(env.worker_info_list)
+        train = cfg.env.train
+        self._frames_of_trajectory = train.total_num_envs // self._num_shards * train.max_steps_per_rollout_epoch
 
     def run(self) -> None:
         """Train to the last step.
@@ -59,9 +63,8 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
 
     async def _run(self) -> None:
         cfg, settings = self.cfg, self._settings
-        shards = self.cfg.rollout.pipeline_stage_num * len(self.env.worker_info_list)
         gate_settings = GateSettings(
-            shards * cfg.env.train.rollout_epoch,
+            self._num_shards * cfg.env.train.rollout_epoch,
             settings.bound,
             settings.queue_depth,
             num_batches=self.max_steps - self.global_step,
@@ -72,6 +75,7 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
             self._gate,
             ChannelReceive[Event](self._event_channel, EVENTS),
             lambda shard: ChannelSend[Ticket | None](self.env_channel, tickets_key(shard)),
+            RestartBudget(settings.restarts_per_hour if settings.isolate_simulators else 0),
         )
         deadlines = Deadlines(settings.deadline_s, settings.deadline_s, CUT_S)
         protocol = RunProtocol(STAGES, RestartBudget(0), deadlines, self.global_step)
@@ -137,14 +141,19 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
             if not taking.done():
                 taking.cancel()
                 return  # to its failure
-            await taken.send(taking.result().payload)
+            finished_one = taking.result()
+            self._masked_frames += 0 if finished_one.valid else self._frames_of_trajectory
+            await taken.send(finished_one.payload)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         """As RLinf's runners do; ages are in versions."""
         counts = self._gate.counts
         gate = {"gate/admitted": counts.admitted, "gate/finished": counts.finished, "gate/taken": counts.taken}
+        faults = {"faults/restarts": self._service.pop_restarts(), "faults/masked_frames": self._masked_frames}
+        self._masked_frames = 0
         train = {f"train/{name}": value for name, value in metrics.items()}
-        logged = {**train, **self._service.pop_metrics(), **{name: float(value) for name, value in gate.items()}}
+        own = {name: float(value) for name, value in {**gate, **faults}.items()}
+        logged = {**train, **self._service.pop_metrics(), **own}
         self.metric_logger.log(logged, step)
         self.print_metrics_table_async(step, self.max_steps, self._began_s, logged)
 

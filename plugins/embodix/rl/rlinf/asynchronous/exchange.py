@@ -51,10 +51,12 @@ class Delivered:
 
     Attributes:
         metrics: of the episodes that ended, by name.
+        valid: False for a trajectory that was lost; what is on its way is `Masked`.
     """
 
     ticket: Ticket
     metrics: dict[str, list[float]]
+    valid: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,20 @@ class Adopted:
     version: int
 
 
-Event = Asks | Delivered | Adopted
+@dataclass(frozen=True)
+class Lost:
+    """`worker` is about to start its simulators again, because of `reason`."""
+
+    worker: str
+    reason: str
+
+
+Event = Asks | Delivered | Adopted | Lost
+
+
+@dataclass(frozen=True)
+class Masked:
+    """In place of a trajectory that was lost with its simulators."""
 
 
 class ChannelReceive[T]:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 
-from embodix.rl.rlinf.asynchronous.exchange import Adopted, Asks, Delivered, Event
+from embodix.rl.rlinf.asynchronous.exchange import Adopted, Asks, Delivered, Event, Lost
+from embodix.rl.rlinf.faults import WorkerFailedError
 from embodix.rl.scheduling.channels import Receive, Send
 from embodix.rl.scheduling.staleness import Finished, StalenessGate, Ticket
+from embodix.rl.scheduling.supervision import RestartBudget
 
 
 class GateService:
@@ -18,12 +21,18 @@ class GateService:
         gate: of the run.
         events: what shards and rollout workers say.
         tickets: where a shard gets its leave; None tells it that the run needs no more.
+        restarts: that simulators may take; none if None.
     """
 
     def __init__(
-        self, gate: StalenessGate, events: Receive[Event], tickets: Callable[[str], Send[Ticket | None]]
+        self,
+        gate: StalenessGate,
+        events: Receive[Event],
+        tickets: Callable[[str], Send[Ticket | None]],
+        restarts: RestartBudget | None = None,
     ) -> None:
         self._gate, self._events, self._tickets = gate, events, tickets
+        self._restarts, self._num_told = restarts or RestartBudget(0), 0
         self._metrics: list[dict[str, list[float]]] = []
 
     async def run(self) -> None:
@@ -32,6 +41,7 @@ class GateService:
         Raises:
             ValueError: a message that the gate can't follow, such as a ticket that was used twice.
             WaitTimeout: a shard waited for leave too long.
+            WorkerFailedError: simulators were lost more often than they may be started again.
         """
         async with asyncio.TaskGroup() as admissions:
             while True:
@@ -40,7 +50,9 @@ class GateService:
                     admissions.create_task(self._admit(event.shard), name=f"leave for {event.shard}")
                 elif isinstance(event, Delivered):
                     self._metrics.append(event.metrics)
-                    await self._gate.finish(Finished(event.ticket, event.ticket.who))
+                    await self._gate.finish(Finished(event.ticket, event.ticket.who, event.valid))
+                elif isinstance(event, Lost):
+                    self._allow_restart(event)
                 else:
                     assert isinstance(event, Adopted)
                     await self._gate.adopt(event.worker, event.version)
@@ -53,6 +65,20 @@ class GateService:
                 values.setdefault(name, []).extend(of_episodes)
         self._metrics.clear()
         return {name: sum(several) / len(several) for name, several in values.items() if several}
+
+    def pop_restarts(self) -> int:
+        """Restarts of simulators since the last call."""
+        restarts, self._num_told = self._restarts.total - self._num_told, self._restarts.total
+        return restarts
+
+    def _allow_restart(self, lost: Lost) -> None:
+        now = asyncio.get_running_loop().time()
+        if not self._restarts.spend(now):
+            raise WorkerFailedError(
+                f"{lost.reason}\n{lost.worker} may not start them again: {self._restarts.describe(now)} "
+                "(runner.options.restarts_per_hour)."
+            )
+        print(f"{lost.reason}\n{lost.worker} starts them again: {self._restarts.describe(now)}.", file=sys.stderr)
 
     async def _admit(self, shard: str) -> None:
         await self._tickets(shard).send(await self._gate.admit(shard))

@@ -11,6 +11,7 @@ from embodix.rl.rlinf.runners import SyncRunner, WorkerClasses, attribute, worke
 from embodix.rl.rlinf.sizes import PPO, RunSizes, require_legal
 
 NORMALIZATIONS = ("exact", "previous")
+RESET_FACTOR = 5.0  # what a reset may take, in deadlines of a chunk step
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class AsyncSettings:
         behaviour_cap: largest weight of the policy that is trained over the one that sampled; None for none.
         part_bytes: of the parts that weights are sent in.
         deadline_s: the longest wait for another process, after which the run ends and says who waited for whom.
+        isolate_simulators: each environment worker's simulators are a process of their own, which is started again when
+            it crashes or hangs; what it had under way is trained at zero weight.
+        restarts_per_hour: of such processes in any hour of the run; one more ends it.
+        simulator_deadline_s: the longest chunk step; a reset and building may take `RESET_FACTOR` times as long.
     """
 
     async_train: bool = True
@@ -45,17 +50,21 @@ class AsyncSettings:
     behaviour_cap: float | None = 5.0
     part_bytes: int = 64 * 1024**2
     deadline_s: float = 600.0
+    isolate_simulators: bool = True
+    restarts_per_hour: int = 10
+    simulator_deadline_s: float = 120.0
 
     def __post_init__(self) -> None:
-        counts = {"max_staleness": 0, "queue_depth": 1, "max_batch": 1, "part_bytes": 1}
+        counts = {"max_staleness": 0, "queue_depth": 1, "max_batch": 1, "part_bytes": 1, "restarts_per_hour": 0}
         for name, least in counts.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"runner.options.{name} is at least {least}; got {value}.")
         if self.max_wait_s is not None and not self.max_wait_s >= 0:
             raise ValueError(f"runner.options.max_wait_s is a number of seconds from 0 on; got {self.max_wait_s}.")
-        if not self.deadline_s > 0:
-            raise ValueError(f"runner.options.deadline_s is a positive number of seconds; got {self.deadline_s}.")
+        for name in ("deadline_s", "simulator_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"runner.options.{name} is a positive number of seconds; got {getattr(self, name)}.")
         if self.normalization not in NORMALIZATIONS:
             raise ValueError(
                 f"runner.options.normalization is one of {', '.join(NORMALIZATIONS)}; got {self.normalization!r}."

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from embodix.rl.rlinf.extension import activate
@@ -14,6 +14,7 @@ from embodix.rl.rlinf.extension import activate
 activate("env")  # before RLinf's modules are imported, hence the order below
 
 import torch  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
 from rlinf.data.embodied_io_struct import ChunkStepResult, EmbodiedRolloutResult, EnvOutput  # noqa: E402
 from rlinf.workers.env.env_worker import EnvWorker  # noqa: E402
 
@@ -25,10 +26,18 @@ from embodix.rl.rlinf.asynchronous.exchange import (  # noqa: E402
     ChannelSend,
     Delivered,
     Event,
+    Masked,
     allow_many_waits,
     answers_key,
     samples_key,
     tickets_key,
+)
+from embodix.rl.rlinf.asynchronous.settings import RESET_FACTOR  # noqa: E402
+from embodix.rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators  # noqa: E402
+from embodix.rl.rlinf.simulator_process import (  # noqa: E402
+    RemoteSimulators,
+    SimulatorDeadlines,
+    SimulatorLostError,
 )
 from embodix.rl.rlinf.workers.env import TimedEnvironments  # noqa: E402
 from embodix.rl.scheduling.batcher import Request  # noqa: E402
@@ -39,19 +48,31 @@ from embodix.rl.scheduling.waiting import waiting  # noqa: E402
 class ShardEnvWorker(TimedEnvironments, EnvWorker):
     """Runs a trajectory of each shard whenever the staleness gate gives leave, and sends it as soon as it is finished.
 
-    Simulators are built, stepped and reset in one thread of their own, one at a time, so that messages pass meanwhile
-    and what belongs to a thread (a rendering context) stays in it.
+    Simulators are built, stepped and reset one at a time, in a process of their own unless the run wants them here.
     """
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
-        self._simulators = ThreadPoolExecutor(1, thread_name_prefix="simulators")
-        self._deadline_s = float(cfg.embodix.rl_vla3.deadline_s)
+        settings = cfg.embodix.rl_vla3
+        self._deadline_s = float(settings.deadline_s)
+        self._waits_for_all = not settings.dynamic_batching
         self._source = f"env {self._rank}"
+        self._remote: RemoteSimulators | None = None
+        if settings.isolate_simulators:
+            step_s = float(settings.simulator_deadline_s)
+            self._remote = RemoteSimulators(self._source, SimulatorDeadlines(step_s, RESET_FACTOR * step_s))
+        self.simulators = SupervisedSimulators(self._source, self._remote, self._observe_again)
         self._interacting: asyncio.Task[None] | None = None
 
     def init_worker(self) -> None:
-        self._simulators.submit(super().init_worker).result()
+        self.simulators.do_now(super().init_worker)
+
+    def _setup_env_and_wrappers(self, env_cls: Any, env_cfg: Any, num_envs_per_stage: int) -> list[Any]:
+        """As RLinf's; what is trained on is made in the simulators' process."""
+        if self._remote is not None and not env_cfg.is_eval:
+            env_cls = partial(_build_remote, self._remote, env_cls)
+        made: list[Any] = super()._setup_env_and_wrappers(env_cls, env_cfg, num_envs_per_stage)
+        return made
 
     async def interact(self, input_channel: Any, rollout_channel: Any, actor_channel: Any, event_channel: Any) -> None:
         """Run trajectories until the run needs no more, or `stop`."""
@@ -68,10 +89,7 @@ class ShardEnvWorker(TimedEnvironments, EnvWorker):
         """Cut off what is under way."""
         if self._interacting is not None:
             self._interacting.cancel()
-
-    async def simulate(self, work: Any, *args: Any) -> Any:
-        """Do `work` in the simulators' thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._simulators, work, *args)
+        self.simulators.stop()
 
     def begin(self, stage: int) -> EnvOutput:
         """The first observation of a trajectory of one stage; as `bootstrap_step`, which takes all stages."""
@@ -82,6 +100,13 @@ class ShardEnvWorker(TimedEnvironments, EnvWorker):
                 self.env_list[stage].is_start = True
                 observation, infos = self.env_list[stage].reset()
                 final = infos.get("final_observation")
+        return self._first(observation, final)
+
+    def pending(self, stage: int) -> EnvOutput:
+        """What a stage was seen at after the last restart."""
+        return self._first(self.last_obs_list[stage], None)
+
+    def _first(self, observation: Any, final: Any) -> EnvOutput:
         dones = torch.zeros(self.train_num_envs_per_stage, self.model_cfg.num_action_chunks, dtype=torch.bool)
         return EnvOutput(
             obs=observation, final_obs=final, dones=dones, terminations=dones.clone(), truncations=dones.clone()
@@ -92,6 +117,17 @@ class ShardEnvWorker(TimedEnvironments, EnvWorker):
         if self.cfg.env.train.auto_reset:
             self.last_obs_list[stage] = last.obs
         self.env_list[stage].update_reset_state_ids()
+
+    def _observe_again(self) -> None:
+        """After a restart all environments begin anew."""
+        with self.timeline_span("reset"):
+            self.last_obs_list = [env.reset()[0] for env in self.env_list]
+
+
+def _build_remote(remote: RemoteSimulators, env_cls: Any, *, cfg: Any, worker_info: Any, **sizes: Any) -> Any:
+    """An environment in the simulators' process, which knows RLinf's workers no more than embodix's environments do."""
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    return remote.build(env_cls, cfg=OmegaConf.create(plain), worker_info=None, **sizes)
 
 
 async def _run_all(shards: list[Shard]) -> None:
@@ -114,36 +150,52 @@ class Shard:
         self._samples = ChannelSend[Any](actor_channel, samples_key(self.name))
         self._events = ChannelSend[Event](events, EVENTS)
         self._worked_s: float | None = None
+        self._num_asked = 0  # requests of the trajectory under way
 
     async def run(self) -> None:
         """Trajectories, as long as there is leave."""
         while (ticket := await self._leave()) is not None:
-            metrics = await self._trajectory()
-            await self._events.send(Delivered(ticket, metrics))
+            self._num_asked = 0
+            try:
+                trajectory, metrics = await self._trajectory()
+                await self._samples.send(trajectory)
+                await self._events.send(Delivered(ticket, metrics))
+            except SimulatorLostError:
+                await self._keep_pace()
+                await self._samples.send(Masked())
+                await self._events.send(Delivered(ticket, {}, valid=False))
 
     async def _leave(self) -> Ticket | None:
         await self._events.send(Asks(self.name))
         async with waiting(self.name, "trainer", "leave to generate", self._worker._deadline_s):
             return await self._tickets.receive()
 
-    async def _trajectory(self) -> dict[str, list[float]]:
+    async def _keep_pace(self) -> None:
+        """Make the requests that are left of a lost trajectory where inference waits for those of every worker."""
+        while self._worker._waits_for_all and self._num_asked <= self._worker.n_train_chunk_steps:
+            await self._act(self._worker.pending(self._stage))
+
+    async def _simulate(self, work: Any, *args: Any, life: int | None) -> Any:
+        return await self._worker.simulators.do(work, *args, life=life, tell=self._events.send)
+
+    async def _trajectory(self) -> tuple[Any, dict[str, list[float]]]:
         worker, stage = self._worker, self._stage
         collected = EmbodiedRolloutResult(max_episode_length=worker.cfg.env.train.max_episode_steps)
         metrics: dict[str, list[float]] = {}
-        seen = await worker.simulate(worker.begin, stage)
+        seen = await self._simulate(worker.begin, stage, life=None)
+        life = worker.simulators.life
         for step in range(worker.n_train_chunk_steps):
             answer = await self._act(seen)
             collected.append_step_result(self._step_result(seen, answer, is_last=False))
             begun = time.perf_counter()
-            seen, ended = await worker.simulate(worker.env_interact_step, answer.actions, stage)
+            seen, ended = await self._simulate(worker.env_interact_step, answer.actions, stage, life=life)
             self._worked_s = time.perf_counter() - begun
             for name, values in ended.items() if self._counts(step) else ():
                 metrics.setdefault(f"env/{name}", []).extend(values.flatten().float().tolist())
+        await self._simulate(worker.end, stage, seen, life=life)
         answer = await self._act(seen)
         collected.append_step_result(self._step_result(seen, answer, is_last=True))
-        await worker.simulate(worker.end, stage, seen)
-        await self._samples.send(collected.to_trajectory())
-        return metrics
+        return collected.to_trajectory(), metrics
 
     def _counts(self, step: int) -> bool:
         """Whether what a step says of episodes is final; without auto-reset only the last one's is."""
@@ -152,6 +204,7 @@ class Shard:
 
     async def _act(self, seen: EnvOutput) -> Any:
         """What the policy answers to an observation."""
+        self._num_asked += 1
         batch = seen.to_dict()
         size = self._worker.train_num_envs_per_stage
         payload = {"obs": batch["obs"], "final_obs": batch["final_obs"]}
