@@ -16,6 +16,7 @@ VERBS = {
     "quantize": "write a checkpoint with its language model in FP8, and what that saves",
     "compare": "train variants side by side, step by step on the same samples, and report",
     "rl": "reinforcement learning in RLinf, synchronous or asynchronous",
+    "bench": "bench rl: runners and schedules of `lerobot rl` one after another, in one report",
     "plan": "tokens, waste, FLOP bound and memory of each variant, before any training",
     "data": "record demonstrations from a simulator into a LeRobotDataset",
     "doctor": "what is installed, what can run here, and why not",

@@ -20,7 +20,7 @@ OWN_WORK = (STEP, RESET, INFER, TRAIN)
 ACTIVITIES = (*OWN_WORK, WEIGHTS)
 ENVIRONMENTS, INFERENCE, TRAINING = "environments", "inference", "training"
 COMPONENTS = {"EnvGroup": ENVIRONMENTS, "RolloutGroup": INFERENCE, "ActorGroup": TRAINING}
-NOBODY = "nobody"
+NOBODY = "messages and scheduling"
 _DOES = {STEP: ENVIRONMENTS, RESET: ENVIRONMENTS, INFER: INFERENCE, TRAIN: TRAINING, WEIGHTS: WEIGHTS}
 # What an idle worker of a component waits for: the first of these that is under way.
 _NEEDS = {
@@ -37,8 +37,8 @@ class Piece:
     Attributes:
         worker: as in its spans.
         activity: its own, one of `ACTIVITIES`; None while it waits.
-        waits_for: a component, ``weights``, or ``nobody`` while nothing it could wait for was under way (messages,
-            scheduling); None while it is busy.
+        waits_for: a component or ``weights``; ``messages and scheduling`` while nothing it needs was under way; None
+            while it is busy.
         begin_s: as in its spans.
         end_s: likewise.
     """
