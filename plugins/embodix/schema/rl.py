@@ -82,15 +82,18 @@ class RewardSettings:
     """What is rewarded.
 
     Attributes:
-        source: ``success`` (`scale` at the step that succeeds) or ``simulator`` (the simulator's own reward times
-            `scale`).
+        source: ``success`` (`scale` at the step that succeeds), ``simulator`` (the simulator's own reward times
+            `scale`) or ``progress`` (the change of the simulator's reward since the step before times `scale`, which
+            does not pay for staying near a goal that ends the episode).
         scale: factor.
         step_cost: subtracted for every action step.
+        success_bonus: added at the step that succeeds.
     """
 
     source: str = "success"
     scale: float = 1.0
     step_cost: float = 0.0
+    success_bonus: float = 0.0
 
 
 @dataclass
@@ -102,6 +105,8 @@ class OptimSettings:
         global_batch: chunks of an optimizer step, over all processes.
         lr: of the policy.
         value_lr: of the value head.
+        lr_warmup_steps: optimizer steps in which the learning rates rise from 0; Adam's first steps are its largest.
+        critic_warmup_steps: optimizer steps at first that train the value head alone.
     """
 
     micro_batch: int = 8
@@ -113,6 +118,8 @@ class OptimSettings:
     adam_eps: float = 1e-8
     weight_decay: float = 0.01
     clip_grad: float = 1.0
+    lr_warmup_steps: int = 0
+    critic_warmup_steps: int = 0
 
 
 @dataclass
@@ -171,6 +178,7 @@ class RlApp:
         architecture: sizes of a small policy.
         patches: those of upstream that a policy group names; a checkpoint brings those of the run that trained it.
         checkpoint: a run, checkpoint or model folder of `lerobot train` to start from.
+        changes: fields of the checkpoint's policy config that training changes, such as ``train_expert_only``.
         sampler: how a flow policy draws its actions (`embodix.rl.policies`).
         value: the value head of a flow policy.
         env: LeRobot's environment config, or ``type: latency``.
@@ -186,6 +194,7 @@ class RlApp:
     architecture: Any = None
     patches: Any = field(default_factory=dict)
     checkpoint: str | None = None
+    changes: Any = None
     sampler: Any = None
     value: Any = None
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)

@@ -31,7 +31,7 @@ def _config(**changes):
         "embodix": {
             "environment": "simulators",
             "seed": 5,
-            "reward": {"source": "success", "scale": 2.0, "step_cost": 0.0},
+            "reward": {"source": "success", "scale": 2.0, "step_cost": 0.0, "success_bonus": 0.0},
         },
     }
     return OmegaConf.merge(node, changes)
@@ -165,19 +165,32 @@ def test_fixed_seeds_begin_the_same_episodes_in_every_rollout():
     assert torch.equal(env.reset()[0]["states"], first) and not torch.equal(first, second)
 
 
-def test_rewards_are_of_success_or_of_the_simulator():
+def test_rewards_are_of_success_of_the_simulator_or_of_progress():
     outcome = SimpleNamespace(reward=-0.3, success=True, done=True)
-    assert RewardRule("success", 2.0, 0.5).of(outcome) == 1.5
-    assert RewardRule("simulator", 2.0, 0.5).of(outcome) == pytest.approx(-1.1)
+    assert RewardRule("success", 2.0, 0.5, 0.0).of(outcome, 0.7) == 1.5
+    assert RewardRule("simulator", 2.0, 0.5, 0.0).of(outcome, 0.7) == pytest.approx(-1.1)
+    assert RewardRule("progress", 2.0, 0.5, 4.0).of(outcome, 0.7) == pytest.approx(-2.0 - 0.5 + 4.0)
+    assert RewardRule("progress", 2.0, 0.5, 0.0).of(outcome, None) == -0.5  # a first step has made none
 
 
-def _latency(place=0, num_envs=2, max_steps=MAX_STEPS, **declared):
+def test_progress_of_an_episode_does_not_count_what_the_one_before_reached():
+    reward = {"source": "progress", "scale": 1.0, "step_cost": 0.0, "success_bonus": 0.0}
+    env = _simulated(num_envs=1, embodix={"reward": reward})
+    env.reset()
+    for _ in range(3):  # episodes in which nothing moves, each as far from its goal as it began
+        _, rewards, _, truncated, _ = env.chunk_step(np.zeros((1, MAX_STEPS, 2)))
+        assert truncated.any() and not rewards.any()
+    assert env._seeds.num_begun == [4]
+
+
+def _latency(place=0, num_envs=2, max_steps=MAX_STEPS, group_size=1, **declared):
     node = {"environment": "latency", "seed": 0, "state_dim": 3, "step_s": 0.0, "step_s_per_env": 0.0, "reset_s": 0.0}
     config = OmegaConf.create(
         {
             "max_episode_steps": max_steps,
             "auto_reset": True,
             "ignore_terminations": False,
+            "group_size": group_size,
             "embodix": {**node, **declared},
         }
     )
@@ -220,6 +233,13 @@ def test_latency_of_a_rank_is_its_own():
     declared = {"step_s": {"mean_s": 1.0, "kind": "lognormal", "sigma": 0.5}}
     drawn = [_latency(place=place, **declared)._step_s.draw() for place in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_latency_environments_of_a_group_begin_alike():
+    env = _latency(num_envs=4, group_size=2)
+    first, second = (env.reset()[0]["states"] for _ in range(2))
+    assert torch.equal(first[::2], first[1::2]) and not torch.equal(first[0], first[2])
+    assert not torch.equal(first, second)
 
 
 def test_unknown_environments_are_refused():

@@ -112,7 +112,7 @@ def build_flow_model(cfg: Any) -> FlowModel:
     run = source.compose_run(source.policy_type(), [])
     source = source.member(run)
     _until_the_process_ends.enter_context(prepared_host(source, run, node["tokenizer"]))
-    changes = {"device": _device(), "n_action_steps": node["num_action_chunks"]}
+    changes = {**node["changes"], "device": _device(), "n_action_steps": node["num_action_chunks"]}
     config = policy_config(source, changes)
     pre, post = make_pre_post_processors(
         config, pretrained_path=source.model, preprocessor_overrides={"device_processor": {"device": _device()}}

@@ -140,6 +140,8 @@ def _actor_node(cfg: DictConfig, model: Mapping[str, Any]) -> dict[str, Any]:
             "adam_eps": optim.adam_eps,
             "weight_decay": optim.weight_decay,
             "clip_grad": optim.clip_grad,
+            "lr_warmup_steps": optim.lr_warmup_steps,
+            "critic_warmup_steps": optim.critic_warmup_steps,
         },
         "fsdp_config": fsdp_node(model["wrapped_layers"]),
     }

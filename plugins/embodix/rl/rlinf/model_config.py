@@ -69,6 +69,7 @@ def _flow_node(cfg: DictConfig, policy: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model_type": FLOW_MODEL,
         "checkpoint": cfg.checkpoint,
+        "changes": OmegaConf.to_container(cfg.changes, resolve=True) if cfg.changes is not None else {},
         "tokenizer": cfg.tokenizer.directory,
         "env": OmegaConf.to_container(cfg.env, resolve=True),
         "action_dim": config["output_features"]["action"]["shape"][0],

@@ -57,6 +57,7 @@ class SimulatorEnv:
         self._processor = _environment_processor(simulators.env_cfg)
         self._statistics = EpisodeStatistics(num_envs)
         self._done_B = np.zeros(num_envs, bool)
+        self._earned: list[float | None] = [None] * num_envs  # the simulator's reward of the step before
         self._seen: list[Mapping[str, Any]] = [{}] * num_envs
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -94,7 +95,6 @@ class SimulatorEnv:
         if self.cfg.use_fixed_reset_state_ids:
             self._seeds.restart()
 
-    def close(self) -> None:
     def progress(self) -> list[int]:
         """Episodes that each environment has begun, for `go_on` of one that is made in place of this one."""
         return self._seeds.num_begun
@@ -103,6 +103,7 @@ class SimulatorEnv:
         """Begin other episodes than those that were begun at `progress`, and than the next one: it may have failed."""
         self._seeds.skip([num + 1 for num in progress])
 
+    def close(self) -> None:
         """Free the simulators."""
         for simulator in self._simulators:
             simulator.close()
@@ -119,7 +120,8 @@ class SimulatorEnv:
         for step, action_A in enumerate(actions_CA):
             outcome = simulator.step(action_A)
             success |= outcome.success
-            rewards_C[step] = self._reward.of(outcome)
+            rewards_C[step] = self._reward.of(outcome, self._earned[env])
+            self._earned[env] = outcome.reward
             over = begun + step + 1 >= self._max_steps
             ended = outcome.done and not (self.cfg.ignore_terminations and outcome.success and not over)
             if ended or over:
@@ -134,6 +136,7 @@ class SimulatorEnv:
         self._done_B[which_B] = False
         for env in np.flatnonzero(which_B):
             self._simulators[env].reset(self._seeds.next(int(env)))
+            self._earned[env] = None
             self._seen[env] = self._simulators[env].observe()
 
     def _begin_again(self, done_B: np.ndarray, last: dict[str, Any], infos: dict[str, Any]) -> tuple[Any, Any]:
@@ -151,13 +154,18 @@ class SimulatorEnv:
 class RewardRule:
     """``embodix.schema.rl.RewardSettings`` applied to an outcome."""
 
-    def __init__(self, source: str, scale: float, step_cost: float) -> None:
-        self._by_success, self._scale, self._step_cost = source == "success", scale, step_cost
+    def __init__(self, source: str, scale: float, step_cost: float, success_bonus: float) -> None:
+        self._source, self._scale, self._step_cost, self._bonus = source, scale, step_cost, success_bonus
 
-    def of(self, outcome: StepOutcome) -> float:
-        """The reward of an action."""
-        earned = float(outcome.success) if self._by_success else outcome.reward
-        return self._scale * earned - self._step_cost
+    def of(self, outcome: StepOutcome, before: float | None) -> float:
+        """The reward of an action; `before` is the simulator's reward of the step before, None at the first."""
+        if self._source == "success":
+            earned = float(outcome.success)
+        elif self._source == "progress":
+            earned = 0.0 if before is None else outcome.reward - before
+        else:
+            earned = outcome.reward
+        return self._scale * earned + self._bonus * outcome.success - self._step_cost
 
 
 def _at_the_end(flags_BC: np.ndarray) -> np.ndarray:
