@@ -63,10 +63,9 @@ def record_run(
             begun, at = trained_at, write("ActorGroup:0", "train", at, TRAIN_S)
             trained_at = at = write("ActorGroup:0", "weights", at, WEIGHTS_S)
             metrics = {"env/return": float(step), "env/success_once": 0.0}
-            counts = {"frames": FRAMES, "fresh_frames": 0 if use else FRAMES, "received": 2, "staleness": {use: FRAMES}}
             append_rl_step(
                 folder / "metrics.jsonl",
-                RlStep(step, begun, at, declared_latency=True, metrics=metrics, **counts),
+                RlStep(step, begun, at, FRAMES, 0 if use else FRAMES, 2, {use: FRAMES}, True, metrics),
             )
             step += 1
         now = now if overlapped else at
