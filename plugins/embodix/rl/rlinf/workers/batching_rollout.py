@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from embodix.rl.rlinf.extension import activate
@@ -38,6 +40,7 @@ from embodix.rl.scheduling.batcher import (  # noqa: E402
     FixedLimits,
     Request,
 )
+from embodix.rl.scheduling.channels import Mailbox, Receive  # noqa: E402
 from embodix.rl.scheduling.weights import WeightMessage, WeightReceiver  # noqa: E402
 
 
@@ -85,8 +88,10 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
 
     async def generate(self, input_channel: Any, output_channel: Any) -> None:
         """Answer requests until `stop`."""
-        serving = asyncio.ensure_future(self._serve(input_channel, output_channel))
-        self._tasks.append(serving)
+        inbox = Mailbox[Request[Any]](self._name, self._share_of_shards(), self._settings.deadline_s)
+        requests = ChannelReceive[Request[Any]](input_channel, REQUESTS)
+        self._tasks.append(asyncio.ensure_future(_fetch(requests, inbox)))
+        self._tasks.append(asyncio.ensure_future(self._serve(inbox, output_channel)))
         try:
             done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -108,9 +113,8 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
             if self._weights.ready_version is not None:
                 await self._weights.adopt()
 
-    async def _serve(self, input_channel: Any, output_channel: Any) -> None:
-        requests = ChannelReceive[Request[Any]](input_channel, REQUESTS)
-        batcher = DynamicBatcher(requests, self._limits(), name=self._name, deadline_s=self._settings.deadline_s)
+    async def _serve(self, inbox: Mailbox[Request[Any]], output_channel: Any) -> None:
+        batcher = DynamicBatcher(inbox, self._limits(), name=self._name, deadline_s=self._settings.deadline_s)
         answers: set[asyncio.Future[None]] = set()
         while True:
             with self.timeline_span("wait"):
@@ -123,6 +127,11 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
                 answers.add(answer)
                 answer.add_done_callback(answers.discard)
             batcher.observe(batch, time.perf_counter() - begun)
+
+    def _share_of_shards(self) -> int:
+        """Requests that a worker may hold; more would be kept from other workers, which may be free."""
+        num_shards = self.placement.get_world_size("env") * self.num_pipeline_stages
+        return math.ceil(num_shards / self.placement.get_world_size("rollout"))
 
     def _limits(self) -> BatchPolicy:
         settings, num_workers = self._settings, self.placement.get_world_size("env")
@@ -151,3 +160,14 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
             versions=torch.full_like(result["prev_logprobs"], float(version), dtype=torch.float32),
         )
         return list(self._split_rollout_result(answer, [request.size for request in batch.requests]))
+
+
+async def _fetch(requests: Receive[Request[Any]], inbox: Mailbox[Request[Any]]) -> None:
+    """Receive what is sent, so that it is here when a batch is formed: a receive from RLinf's channel takes
+    milliseconds even where something waits, and the batcher posts one at a time.
+
+    A request counts from its arrival on this process's clock."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        request = await requests.receive()
+        await inbox.send(replace(request, sent_at=clock()))
