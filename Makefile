@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make demo` and `make test` do all the set-up themselves, on a bare Linux machine too; a second run reuses it.
 .DEFAULT_GOAL := help
-.PHONY: help setup libero rl rlinf-tests demo test lint bench docs lock clean
+.PHONY: help setup libero rl rlinf-tests demo test lint bench bench-rl docs lock clean
 SHELL := /bin/bash
 BIN := .venv/bin
 PYTEST_ARGS ?=
@@ -40,6 +40,10 @@ lint: setup ## style, types and import arrows
 
 bench: setup ## run every benchmark; results land beside the scripts
 	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+bench-rl: rl ## the shape of RL-VLA3's tables: schedules of `lerobot rl` on declared times, about 40 minutes
+	$(BIN)/lerobot bench rl experiment=rl_vla3_table1
+	$(BIN)/lerobot bench rl experiment=rl_vla3_ablation
 
 docs: setup ## regenerate the reference pages in docs/ from the code
 	$(BIN)/python scripts/reference.py

@@ -22,14 +22,14 @@ from embodix.report.write import HTML_NAME
 
 RESULTS_NAME = "results.json"
 _COLUMNS = {
-    "fresh": "fresh frames/s",
-    "ratio": "over baseline",
+    "fresh": "fresh/s",
+    "ratio": "ratio",
     "predicted": "model",
     "paper": "paper",
     "bound": "of the bound",
     "reuse": "reuse",
-    "discarded": "discarded",
-    "mean_age": "mean staleness",
+    "discarded": "unused",
+    "mean_age": "stale",
 }
 
 

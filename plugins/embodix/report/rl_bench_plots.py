@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
@@ -43,6 +44,7 @@ WAIT_COLOURS = {
     NOBODY: MUTED,
 }
 WAIT_ALPHA = 0.28
+LEAST_SHARE = 0.002  # of a worker's time, for an activity to get a row of its own
 WORDS = {STEP: "stepping", RESET: "resetting", INFER: "inference", TRAIN: "training", WEIGHTS: "weights"}
 NAMES = {ENVIRONMENTS: "environment", INFERENCE: "inference", TRAINING: "training"}
 
@@ -50,6 +52,7 @@ NAMES = {ENVIRONMENTS: "environment", INFERENCE: "inference", TRAINING: "trainin
 def rates_figure(report: BenchReport) -> str:
     """Fresh frames a second, with the bound of the parts and what the scheduling model predicts."""
     results = report.results
+    is_reused = any(result.rates.reuse > 1 for result in results)
     with drawing():
         figure, axes = new_figure(1.0 + 0.36 * len(results))
         for row, result in enumerate(results):
@@ -57,7 +60,7 @@ def rates_figure(report: BenchReport) -> str:
             again = max(trained - fresh, 0.0)
             axes.barh(row, fresh, height=0.6, color=series_colour(1), label="fresh frames" if not row else None)
             axes.barh(row, again, left=fresh, height=0.6, facecolor="none", edgecolor=MUTED, linewidth=0.8,
-                      hatch="////", label="trained again" if not row else None)  # fmt: skip
+                      hatch="////", label="trained again" if is_reused and not row else None)  # fmt: skip
             bound = result.bound_frames_per_s
             axes.plot([bound, bound], [row - 0.36, row + 0.36], color=INK, linewidth=1.8,
                       label="bound of the parts" if not row else None)  # fmt: skip
@@ -183,7 +186,11 @@ def _gantt_rows(result: VariantResult, timed: Sequence[Piece]) -> list[tuple[str
     """Worker, activity (None for what it waits for) and label."""
     rows: list[tuple[str, str | None, str]] = []
     for worker in workers_of(result.spans):
-        own = {piece.activity for piece in timed if piece.worker == worker}
+        seconds: Counter[str | None] = Counter()
+        for piece in timed:
+            if piece.worker == worker:
+                seconds[piece.activity] += piece.seconds  # type: ignore[assignment]
+        own = {activity for activity, total in seconds.items() if total >= LEAST_SHARE * sum(seconds.values())}
         title = f"{NAMES[component_of(worker)]} {worker.rpartition(':')[2]}"
         activities = [activity for activity in ACTIVITIES if activity in own]
         rows += [(worker, activity, f"{title}  {WORDS[activity]}") for activity in activities]
@@ -206,9 +213,9 @@ def _bars(
 def gantt_legend() -> str:
     """The colours of all timelines."""
     with drawing():
-        figure = Figure(figsize=(WIDTH_IN, 0.62))
+        figure = Figure(figsize=(WIDTH_IN, 0.7))
         handles = _legend({label for label, _, _ in _segments()})
-        figure.legend(handles=handles, loc="center left", ncols=5, handlelength=1, columnspacing=1.2)
+        figure.legend(handles=handles, loc="center left", ncols=4, handlelength=1, columnspacing=1.0)
         return to_svg(figure, "timeline-legend")
 
 
