@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from embodix.rl.rlinf.extension import activate
@@ -13,11 +14,13 @@ activate("actor")  # before RLinf's modules are imported, hence the order below
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E402
 
 from embodix.rl.rlinf.consumption import Consumption  # noqa: E402
+from embodix.rl.rlinf.export import export_saved  # noqa: E402
+from embodix.rl.rlinf.model_config import FLOW_MODEL  # noqa: E402
 from embodix.rl.rlinf.workers.reporting import ReportingWorker  # noqa: E402
 
 
 class CountingActor(ReportingWorker):
-    """Records training and the sending of weights, and counts what is trained on."""
+    """Records training and the sending of weights, counts what is trained on, and saves LeRobot's form too."""
 
     @cached_property
     def consumption(self) -> Consumption:
@@ -34,6 +37,13 @@ class CountingActor(ReportingWorker):
     async def sync_model_to_rollout(self) -> None:
         with self.timeline_span("weights"):
             await super().sync_model_to_rollout()  # type: ignore[misc]
+
+    def save_checkpoint(self, save_path: str, step: int = 0) -> None:
+        """RLinf's files, and beside them the model as LeRobot loads it."""
+        super().save_checkpoint(save_path, step)  # type: ignore[misc]
+        worker: Any = self
+        if worker._rank == 0 and worker.cfg.actor.model.model_type == FLOW_MODEL:
+            export_saved(Path(save_path), worker.cfg.actor.model)
 
     def count_versions(self, versions: Any, *, fresh: bool) -> None:
         """Count chunks by the versions of their policies, a tensor whose first of the trailing dimensions tells it."""
