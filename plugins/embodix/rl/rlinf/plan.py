@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
+from embodix.rl.rlinf.asynchronous.queue_checkpoint import require_resumable
 from embodix.rl.rlinf.host_config import host_config
 from embodix.rl.rlinf.placement import Placement, place
 from embodix.rl.rlinf.runners import HostRunner
@@ -57,6 +58,9 @@ def plan_run(cfg: DictConfig, folder: Path) -> RunPlan:
         )
     host = host_config(cfg, placement, runner.host_settings(sizes), folder)
     return RunPlan(sizes, placement, runner, ClusterSettings(**_plain(cfg.cluster)), host)
+    queue_sizes = host.embodix.get("queue_sizes")
+    if queue_sizes is not None and host.runner.resume_dir is not None:
+        require_resumable(Path(host.runner.resume_dir), queue_sizes)
 
 
 def _require_legal_intervals(cfg: DictConfig) -> None:

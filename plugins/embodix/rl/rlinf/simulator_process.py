@@ -56,11 +56,11 @@ class _TensorsAsArrays(pickle.Pickler):
         return torch.from_numpy, (obj.detach().contiguous().numpy(),)
 
 
-def encode(message: Any) -> bytes:
+def encode(message: Any) -> memoryview:
     """A message as bytes, for `pickle.loads`."""
     buffer = io.BytesIO()
     _TensorsAsArrays(buffer, protocol=5).dump(message)
-    return buffer.getvalue()
+    return buffer.getbuffer()
 
 
 class RemoteSimulators:
@@ -108,6 +108,10 @@ class RemoteSimulators:
         limit_s = self._deadlines.reset_s if method == "reset" else self._deadlines.step_s
         answer, self._progress[number] = self._ask("call", (number, method, args, attributes or {}), limit_s)
         return answer
+
+    def progress(self, number: int) -> Any:
+        """Of an environment, at its last answer."""
+        return self._progress[number]
 
     def restart(self) -> None:
         """A process with the same environments, which go on with other episodes than those that were begun.
@@ -193,6 +197,12 @@ class RemoteEnvironment:
 
     def update_reset_state_ids(self) -> None:
         self._simulators.call(self._number, "update_reset_state_ids")
+
+    def progress(self) -> Any:
+        return self._simulators.progress(self._number)
+
+    def go_on(self, progress: Any) -> None:
+        self._simulators.call(self._number, "go_on", progress)
 
 
 class _Served:

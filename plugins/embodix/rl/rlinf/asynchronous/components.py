@@ -41,8 +41,45 @@ async def finished(call: Any, who: str) -> Any:
     threading.Thread(target=wait, daemon=True, name=f"wait for {who}").start()
     results = await came
     if not call.done():
-        raise WorkerFailedError(f"A process of {who} failed; its error is printed above.")
+        raise WorkerFailedError(f"A process of {who} failed{failure_of(call)}; its error is printed above.")
     return results
+
+
+def answer_of(call: Any, limit_s: float) -> Any:
+    """The results of a call of a worker group, or None if it fails or takes longer than `limit_s`."""
+    results: list[Any] = []
+    waiting = threading.Thread(target=lambda: results.append(call.wait()), daemon=True, name="wait for an answer")
+    waiting.start()
+    waiting.join(limit_s)
+    return results[0] if results and call.done() else None
+
+
+def failure_of(call: Any) -> str:
+    """Which ranks of a call of a worker group failed, and why, as far as Ray knows."""
+    remote_results = getattr(call, "_remote_results", None)
+    if remote_results is None:
+        return ""
+    import ray
+
+    reasons = []
+    for rank, result in enumerate(remote_results):
+        try:
+            ray.get(result, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            continue  # it still works
+        except Exception as error:  # whatever it is, it is reported
+            reasons.append(f"rank {rank}: {_innermost(error)}")
+    return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def _innermost(error: BaseException) -> str:
+    """The first line of what a task group or Ray has wrapped."""
+    wrapped = getattr(error, "cause", None)
+    if isinstance(wrapped, BaseException):
+        return _innermost(wrapped)
+    if isinstance(error, BaseExceptionGroup):
+        return _innermost(error.exceptions[0])
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 class WorkersComponent:

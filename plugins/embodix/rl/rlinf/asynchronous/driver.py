@@ -6,22 +6,26 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from rlinf.runners.embodied_runner import EmbodiedRunner
 from rlinf.scheduler import Channel
 
-from embodix.rl.rlinf.asynchronous.components import DriverComponent, WorkersComponent, finished
+from embodix.rl.rlinf.asynchronous.components import DriverComponent, WorkersComponent, answer_of, finished
 from embodix.rl.rlinf.asynchronous.exchange import EVENTS, TAKEN, ChannelReceive, ChannelSend, Event, tickets_key
 from embodix.rl.rlinf.asynchronous.gate_service import GateService
+from embodix.rl.rlinf.asynchronous.queue_checkpoint import SavedGate, read_gate, whole_checkpoint, write_gate
 from embodix.rl.rlinf.asynchronous.settings import AsyncSettings
 from embodix.rl.rlinf.faults import WorkerFailedError
+from embodix.rl.rlinf.host_config import CHECKPOINT_PREFIX
 from embodix.rl.scheduling.conductor import Conductor, RunFailedError
 from embodix.rl.scheduling.protocol import Deadlines, RunProtocol, Stage
 from embodix.rl.scheduling.staleness import GateSettings, StalenessGate, Ticket
 from embodix.rl.scheduling.supervision import RestartBudget
 
 CUT_S = 15.0  # for workers to answer when the run has failed
+SAVE_S = 300.0  # for the checkpoint of a run that has failed
 STAGES = [
     Stage(("gate",)),
     Stage(("trainer",), ends_run=True),
@@ -56,7 +60,7 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
             if self.global_step < self.max_steps:
                 asyncio.run(self._run())
         except RunFailedError as error:
-            raise WorkerFailedError(str(error)) from error
+            raise WorkerFailedError(f"{error}\n{self._save_what_there_is()}") from error
         finally:
             signal.signal(signal.SIGUSR1, begun)
         self._finish_run()
@@ -77,6 +81,7 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
             lambda shard: ChannelSend[Ticket | None](self.env_channel, tickets_key(shard)),
             RestartBudget(settings.restarts_per_hour if settings.isolate_simulators else 0),
         )
+        self._restore_gate()
         deadlines = Deadlines(settings.deadline_s, settings.deadline_s, CUT_S)
         protocol = RunProtocol(STAGES, RestartBudget(0), deadlines, self.global_step)
         self._conductor = Conductor(protocol, self._components())
@@ -95,7 +100,7 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
             ),
             "env workers": WorkersComponent(
                 "env workers",
-                None,
+                None if self._resumed is None else self._go_on_with_episodes,
                 lambda: self.env.interact(
                     self.env_channel, self.rollout_channel, self.actor_channel, self._event_channel
                 ),
@@ -107,6 +112,8 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
     async def _begin_training(self) -> None:
         size = self._gate.settings.batch_size
         await finished(self.actor.begin(self.rollout_channel, size, self.global_step), "trainer")
+        if self._resumed is not None:
+            await finished(self.actor.load_finished(self.cfg.runner.resume_dir), "trainer")
 
     async def _train(self) -> None:
         while not self._gate.is_over:
@@ -129,7 +136,7 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
         self._log(step, metrics)
         await offered
         if self._is_checkpoint_due():
-            await asyncio.to_thread(self._save_checkpoint)
+            await self._save_everything()
 
     async def _hand_over(self, training: asyncio.Future[Any]) -> None:
         """Take a batch off the gate, unless training fails before."""
@@ -149,6 +156,7 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
         """As RLinf's runners do; ages are in versions."""
         counts = self._gate.counts
         gate = {"gate/admitted": counts.admitted, "gate/finished": counts.finished, "gate/taken": counts.taken}
+        gate["gate/restored"] = len(self._resumed.shards) if self._resumed is not None else 0
         faults = {"faults/restarts": self._service.pop_restarts(), "faults/masked_frames": self._masked_frames}
         self._masked_frames = 0
         train = {f"train/{name}": value for name, value in metrics.items()}
@@ -160,3 +168,43 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
     def _is_checkpoint_due(self) -> bool:
         every, is_last = self.cfg.runner.save_interval, self.global_step == self.max_steps
         return every > 0 and (is_last or self.global_step % every == 0)
+
+    def _folder(self) -> Path:
+        return Path(self.cfg.runner.logger.log_path) / "checkpoints" / f"{CHECKPOINT_PREFIX}{self.global_step}"
+
+    async def _save_everything(self) -> None:
+        """A checkpoint between two batches. What finishes meanwhile counts as under way: it is generated anew."""
+        saved = SavedGate(self._gate.state(), dict(self.cfg.embodix.queue_sizes), [])
+        with whole_checkpoint(self._folder()) as folder:
+            await finished(self.actor.save_finished(self.actor_channel, saved.shards, str(folder)), "trainer")
+            (folder / "actor").mkdir()
+            await finished(self.actor.save_checkpoint(str(folder / "actor"), self.global_step), "trainer")
+            saved.episodes.extend(await finished(self.env.progress(), "env workers"))
+            write_gate(folder, saved)
+
+    def _restore_gate(self) -> None:
+        resumed = self.cfg.runner.resume_dir
+        self._resumed = None if resumed is None else read_gate(Path(resumed))
+        if self._resumed is not None:
+            self._gate.restore(self._resumed.state)
+
+    def _go_on_with_episodes(self) -> Any:
+        assert self._resumed is not None
+        return self.env.go_on(self._resumed.episodes)
+
+    def _save_what_there_is(self) -> str:
+        """A checkpoint of a run that has failed, without its queue; says what became of it."""
+        trained = answer_of(self.actor.num_trained(), CUT_S)
+        if trained is None:
+            return "No checkpoint: the training process does not answer."
+        (self.global_step,) = trained
+        if self._folder().exists():
+            return f"Its last checkpoint is {self._folder()}."
+        try:
+            with whole_checkpoint(self._folder()) as folder:
+                (folder / "actor").mkdir()
+                if answer_of(self.actor.save_checkpoint(str(folder / "actor"), self.global_step), SAVE_S) is None:
+                    raise WorkerFailedError(f"No checkpoint: it was not written within {SAVE_S:g} s.")
+        except (OSError, WorkerFailedError) as error:
+            return str(error)
+        return f"Checkpoint: {self._folder()}; `resume=` goes on from it."

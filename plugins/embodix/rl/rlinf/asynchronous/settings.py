@@ -96,7 +96,9 @@ class RlVla3Runner:
             raise ValueError("runner=rl_vla3 can't run so: " + " ".join(faults))
 
     def host_settings(self, sizes: RunSizes) -> Mapping[str, Any]:
-        return {} if self._is_sync else {"embodix": {"rl_vla3": asdict(self._settings)}}
+        if self._is_sync:
+            return {}
+        return {"embodix": {"rl_vla3": asdict(self._settings), "queue_sizes": self._queue_sizes(sizes)}}
 
     def workers(self) -> WorkerClasses:
         if self._is_sync:
@@ -109,6 +111,18 @@ class RlVla3Runner:
         if self._is_sync:
             return self._sync.runner_class()
         return attribute("embodix.rl.rlinf.asynchronous.driver:AsynchronousRunner")
+
+    def _queue_sizes(self, sizes: RunSizes) -> dict[str, int]:
+        """What trajectories that wait for training in a checkpoint must agree with."""
+        return {
+            "num_envs": sizes.num_envs,
+            "env_workers": sizes.env_workers,
+            "stages": sizes.num_stages,
+            "steps": sizes.steps_per_epoch,
+            "epochs": sizes.rollout_epochs,
+            "chunk": sizes.chunk,
+            "max_staleness": self._settings.bound,
+        }
 
     def _faults(self, sizes: RunSizes) -> Iterator[str]:
         if sizes.advantage != PPO:

@@ -91,6 +91,19 @@ class ShardEnvWorker(TimedEnvironments, EnvWorker):
             self._interacting.cancel()
         self.simulators.stop()
 
+    def progress(self) -> list[Any]:
+        """Of the episodes of all stages."""
+        return [env.progress() for env in self.env_list]
+
+    def go_on(self, progress_of_workers: list[list[Any]]) -> None:
+        """Begin other episodes than those that were begun at `progress`, given for all workers."""
+        self.simulators.do_now(self._go_on, progress_of_workers[self._rank])
+
+    def _go_on(self, progress: list[Any]) -> None:
+        for env, of_env in zip(self.env_list, progress, strict=True):
+            env.go_on(of_env)
+        self._observe_again()
+
     def begin(self, stage: int) -> EnvOutput:
         """The first observation of a trajectory of one stage; as `bootstrap_step`, which takes all stages."""
         with self.timeline_span("reset"):

@@ -7,9 +7,11 @@ Shape suffixes: S chunk steps, B environments, N chunks (S times B), T action st
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from embodix.rl.rlinf.extension import activate
@@ -30,10 +32,12 @@ from embodix.rl.rlinf.asynchronous.exchange import (  # noqa: E402
     TAKEN,
     ChannelReceive,
     ChannelSend,
+    Masked,
     allow_many_waits,
     samples_key,
     weights_key,
 )
+from embodix.rl.rlinf.asynchronous.queue_checkpoint import load_trajectories, save_trajectories  # noqa: E402
 from embodix.rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of  # noqa: E402
 from embodix.rl.rlinf.asynchronous.weight_parts import split_weights  # noqa: E402
 from embodix.rl.rlinf.workers.actor import CountingActor  # noqa: E402
@@ -52,6 +56,9 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
         super().__init__(cfg)
         self._settings = cfg.embodix.rl_vla3
         self._training = ThreadPoolExecutor(1, thread_name_prefix="training")
+        self._num_valid = 0  # trajectories of the batch that is filled
+        self._num_trained = 0  # versions
+        self._kept: defaultdict[str, deque[Trajectory | Masked]] = defaultdict(deque)  # received for a checkpoint
 
     def init_worker(self) -> None:
         super().init_worker()
@@ -71,6 +78,7 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
         self._sender = WeightSender(channels, list(self.get_model_state_dict(cpu_offload=True, full_state_dict=True)))
         self._sending = asyncio.ensure_future(self._sender.run())
         self._streamer = MicroBatchStreamer(num_samples, 1, normalization=self._normalization())
+        self._num_trained = version
         self.offer_weights(version)
 
     def offer_weights(self, version: int) -> None:
@@ -94,20 +102,51 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
             if self._settings.streaming:
                 metrics |= await self._in_thread(self._do, held)
                 held = []
-        return metrics | await self._in_thread(self._do, held)
+        metrics |= await self._in_thread(self._do, held)
+        self._num_trained += 1
+        return metrics
+
+    async def num_trained(self) -> int:
+        """The version that the weights are of, when nothing is being computed."""
+        await self._in_thread(int)
+        return self._num_trained
+
+    async def save_finished(self, input_channel: Any, shards: list[str], folder: str) -> None:
+        """Write to a checkpoint what `shards` have delivered and nobody has taken, in this order."""
+        for shard, number in Counter(shards).items():
+            while len(self._kept[shard]) < number:
+                self._kept[shard].append(await self._receive(input_channel, shard))
+        read: Counter[str] = Counter()
+        finished: list[tuple[str, Trajectory | None]] = []
+        for shard in shards:
+            trajectory = self._kept[shard][read[shard]]
+            finished.append((shard, None if isinstance(trajectory, Masked) else trajectory))
+            read[shard] += 1
+        await self._in_thread(save_trajectories, Path(folder), finished, self._streamer.state())
+
+    async def load_finished(self, folder: str) -> None:
+        """Have what `save_finished` wrote, after `begin`."""
+        finished, streamer = load_trajectories(Path(folder), Trajectory)
+        self._streamer.restore(streamer)
+        for shard, trajectory in finished:
+            self._kept[shard].append(Masked() if trajectory is None else trajectory)
 
     async def finish_sending(self) -> None:
         """End when what was offered is sent."""
         self._sender.close()
         await self._sending
 
-    async def _next(self, taken: ChannelReceive[str], input_channel: Any) -> Trajectory:
+    async def _next(self, taken: ChannelReceive[str], input_channel: Any) -> Trajectory | Masked:
         async with waiting("trainer", "driver", "a trajectory to train", self._settings.deadline_s):
             shard = await taken.receive()
-        async with waiting("trainer", shard, "the trajectory that it delivered", self._settings.deadline_s):
-            trajectory: Trajectory = await ChannelReceive[Trajectory](input_channel, samples_key(shard)).receive()
+        kept = self._kept[shard]
+        trajectory = kept.popleft() if kept else await self._receive(input_channel, shard)
         self.consumption.received += 1
         return trajectory
+
+    async def _receive(self, input_channel: Any, shard: str) -> Trajectory | Masked:
+        async with waiting("trainer", shard, "the trajectory that it delivered", self._settings.deadline_s):
+            return await ChannelReceive[Trajectory | Masked](input_channel, samples_key(shard)).receive()
 
     async def _in_thread(self, work: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._training, work, *args)
@@ -115,7 +154,10 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
     def _normalization(self) -> Any:
         return self._settings.normalization if self.cfg.algorithm.normalize_advantages else "none"
 
-    def _add(self, trajectory: Trajectory) -> list[Work]:
+    def _add(self, trajectory: Trajectory | Masked) -> list[Work]:
+        if isinstance(trajectory, Masked):
+            return self._streamer.add(Sample(None))
+        self._num_valid += 1
         self.count_versions(trajectory.versions, fresh=True)
         samples = self._prepared(trajectory)
         return self._streamer.add(Sample(samples, advantages=samples.moments))
@@ -162,13 +204,17 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
             if isinstance(one, Train):
                 with self.timeline_span("train"):
                     self.model.train()
-                    for sample in one.samples:
+                    for sample in (each for each in one.samples if each.payload is not None):  # None is masked
                         self._update.train(sample.payload, one.scale, int(self.version))
             elif isinstance(one, Step):
                 metrics = self._step(one)
         return metrics
 
     def _step(self, step: Step) -> dict[str, float]:
+        if not self._num_valid:  # of masked ones there is nothing to learn
+            self.lr_scheduler.step()
+            return {}
+        self._num_valid = 0
         with self.timeline_span("train"):
             metrics = self._update.finish(self.model.parameters(), step.num_valid)
             grad_norm, learning_rates = self.optimizer_step()

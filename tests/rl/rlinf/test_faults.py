@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of a run of ``runner=rl_vla3`` with real processes; `make rl` installs what they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from embodix.report.manifest import load_manifest
+from embodix.report.rl_steps import RlStep, read_rl_steps
+from embodix.rl.rlinf.needs import missing
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "RLinf and Ray are installed"),
+]
+ROLLOUT, ACTOR = "RolloutGroup", "ActorGroup"
+
+
+def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, "-m", "embodix", "rl", "runner=rl_vla3", "placement.env_workers=2", "rollout.stages=2"),
+        *("cluster.num_cpus=2", "cluster.start_timeout_s=300", "env.step_s=0.05"),
+        *("policy.inference_s={1: 0.01}", "policy.training_s={1: 0.001}", f"hydra.run.dir={folder}", *overrides),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+def _finish(run: subprocess.Popen[str], expected: int = 0) -> str:
+    said, _ = run.communicate(timeout=600)
+    assert run.returncode == expected, said[-6000:]
+    return said
+
+
+def _await_steps(run: subprocess.Popen[str], folder: Path) -> None:
+    """Until a step has been recorded."""
+    deadline = time.monotonic() + 500
+    while not (folder / "metrics.jsonl").exists():
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def _kill(folder: Path, group: str) -> None:
+    """The process of a worker group, without asking."""
+    (pid,) = [
+        worker["pid"]
+        for worker in load_manifest(folder / "manifest.json").settings["workers"]
+        if worker["group"] == group
+    ]
+    os.kill(pid, signal.SIGKILL)
+
+
+def _left_behind(before: set[int]) -> list[str]:
+    """Processes of simulators and of clusters that were not there before."""
+    time.sleep(1.0)
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if process.pid not in before and ("/ebx-" in command or "simulator_process" in command):
+            found.append(command)
+    return found
+
+
+def _total(steps: list[RlStep], name: str) -> float:
+    return sum(step.metrics[name] for step in steps)
+
+
+def _frames(folder: Path) -> int:
+    sizes = load_manifest(folder / "manifest.json").settings["sizes"]
+    return sizes["num_envs"] * sizes["rollout_epochs"] * sizes["steps_per_epoch"]
+
+
+def test_a_flaky_environment_costs_its_trajectories_and_not_the_run(tmp_path):
+    """Simulators that kill themselves again and again: every step is full, what was lost has no weight."""
+    before = set(psutil.pids())
+    said = _finish(_start(tmp_path, "rl.steps=5", "env.crash_every_steps=23", "runner.options.restarts_per_hour=50"))
+    steps, whole = read_rl_steps(tmp_path / "metrics.jsonl"), _frames(tmp_path)
+    assert len(steps) == 5 and all(step.metrics["faults/masked_frames"] + step.frames == whole for step in steps)
+    assert all(step.frames == step.fresh_frames for step in steps)
+    assert _total(steps, "faults/restarts") >= 2 and _total(steps, "faults/masked_frames") > 0
+    assert "crashed at chunk_step of its environment" in said and "restarts in the last hour" in said
+    assert _left_behind(before) == []
+
+
+def test_a_hang_is_a_fault_and_spent_restarts_end_the_run_with_a_checkpoint(tmp_path):
+    before = set(psutil.pids())
+    options = ["runner.options.restarts_per_hour=1", "runner.options.simulator_deadline_s=3"]
+    said = _finish(_start(tmp_path, "rl.steps=1000", "env.hang_every_steps=20", *options), expected=1)
+    assert "hung: no answer to chunk_step of its environment" in said
+    assert "may not start them again: 1 of 1 restarts in the last hour" in said
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert f"Checkpoint: {saved}" in said and any((saved / "actor").iterdir())
+    assert _left_behind(before) == []
+
+
+@pytest.mark.parametrize(("group", "who"), [(ROLLOUT, "rollout workers"), (ACTOR, "trainer")])
+def test_a_killed_process_ends_the_run_and_is_named(tmp_path, group, who):
+    """The trainer's dies while it sends weights, most of the time: they leave in hundreds of small parts."""
+    before = set(psutil.pids())
+    run = _start(tmp_path, "rl.steps=1000", "runner.options.part_bytes=1", "policy.width=128")
+    _await_steps(run, tmp_path)
+    _kill(tmp_path, group)
+    killed_at = time.monotonic()
+    said = _finish(run, expected=1)
+    assert time.monotonic() - killed_at < 120
+    assert f"A process of {who} failed (rank 0: ActorDiedError" in said
+    if group == ACTOR:
+        assert "No checkpoint: the training process does not answer." in said
+    else:
+        (saved,) = (tmp_path / "checkpoints").iterdir()
+        assert f"Checkpoint: {saved}" in said
+    assert _left_behind(before) == []
+
+
+def test_a_run_goes_on_with_the_trajectories_that_waited(tmp_path):
+    """Training is slow, so several trajectories wait at every checkpoint."""
+    slow = ["rl.save_every=1", "runner.options.max_staleness=3", "policy.training_s={1: 0.05}", "env.step_s=0.01"]
+    _finish(_start(tmp_path / "first", "rl.steps=3", *slow))
+    folders = sorted((tmp_path / "first" / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["global_step_1", "global_step_2", "global_step_3"]
+    waited = json.loads((folders[0] / "queue" / "gate.json").read_text())["state"]["finished"]
+    assert waited and {one["ticket"]["version"] for one in waited} == {0}
+    _finish(_start(tmp_path / "second", f"resume={folders[0]}", "rl.steps=4", *slow))
+    steps, whole = read_rl_steps(tmp_path / "second" / "metrics.jsonl"), _frames(tmp_path / "second")
+    assert [step.step for step in steps] == [1, 2, 3] and {step.frames for step in steps} == {whole}
+    last = steps[-1].metrics
+    assert last["gate/restored"] == len(waited)
+    assert last["gate/taken"] == 3 * 4 == last["gate/admitted"] + len(waited)
+    assert 1 in steps[0].staleness  # of version 0, in the step of version 1
