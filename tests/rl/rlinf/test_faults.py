@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "RLinf and Ray are installed"),
 ]
-ROLLOUT, ACTOR = "RolloutGroup", "ActorGroup"
 
 
 def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -43,22 +43,28 @@ def _finish(run: subprocess.Popen[str], expected: int = 0) -> str:
     return said
 
 
-def _await_steps(run: subprocess.Popen[str], folder: Path) -> None:
-    """Until a step has been recorded."""
+def _await(run: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
+    """Until something is so while the run goes on."""
     deadline = time.monotonic() + 500
-    while not (folder / "metrics.jsonl").exists():
+    while not is_so():
         assert run.poll() is None and time.monotonic() < deadline
-        time.sleep(0.5)
+        time.sleep(0.2)
 
 
-def _kill(folder: Path, group: str) -> None:
-    """The process of a worker group, without asking."""
-    (pid,) = [
-        worker["pid"]
-        for worker in load_manifest(folder / "manifest.json").settings["workers"]
-        if worker["group"] == group
-    ]
+def _num_steps(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def _kill(run: subprocess.Popen[str], folder: Path, group: str) -> str:
+    """End the process of a worker group without asking; what the run says, which ends in time."""
+    workers = load_manifest(folder / "manifest.json").settings["workers"]
+    (pid,) = [worker["pid"] for worker in workers if worker["group"] == group]
     os.kill(pid, signal.SIGKILL)
+    killed_at = time.monotonic()
+    said = _finish(run, expected=1)
+    assert time.monotonic() - killed_at < 120
+    return said
 
 
 def _left_behind(before: set[int]) -> list[str]:
@@ -104,37 +110,36 @@ def test_a_hang_is_a_fault_and_spent_restarts_end_the_run_with_a_checkpoint(tmp_
     assert _left_behind(before) == []
 
 
-@pytest.mark.parametrize(("group", "who"), [(ROLLOUT, "rollout workers"), (ACTOR, "trainer")])
-def test_a_killed_process_ends_the_run_and_is_named(tmp_path, group, who):
-    """The trainer's dies while it sends weights, most of the time: they leave in hundreds of small parts."""
+def test_killed_processes_end_a_run_and_it_goes_on_with_the_trajectories_that_waited(tmp_path):
+    """First inference is killed, then, in the run that goes on, the trainer: while it sends weights, most of the time,
+    since they leave in hundreds of small parts. Training is slow, so that trajectories wait at every checkpoint."""
     before = set(psutil.pids())
-    run = _start(tmp_path, "rl.steps=1000", "runner.options.part_bytes=1", "policy.width=128")
-    _await_steps(run, tmp_path)
-    _kill(tmp_path, group)
-    killed_at = time.monotonic()
-    said = _finish(run, expected=1)
-    assert time.monotonic() - killed_at < 120
-    assert f"A process of {who} failed (rank 0: ActorDiedError" in said
-    if group == ACTOR:
-        assert "No checkpoint: the training process does not answer." in said
-    else:
-        (saved,) = (tmp_path / "checkpoints").iterdir()
-        assert f"Checkpoint: {saved}" in said
-    assert _left_behind(before) == []
+    options = [
+        *("rl.steps=1000", "rl.save_every=1", "runner.options.max_staleness=3", "policy.training_s={1: 0.05}"),
+        *("env.step_s=0.01", "runner.options.part_bytes=1", "policy.width=128"),
+    ]
+    first, second = tmp_path / "first", tmp_path / "second"
+    run = _start(first, *options)
+    checkpoint = first / "checkpoints" / "global_step_1"
+    _await(run, checkpoint.exists)
+    said = _kill(run, first, "RolloutGroup")
+    assert "A process of rollout workers failed (rank 0: ActorDiedError" in said
+    last = max((first / "checkpoints").iterdir(), key=lambda folder: int(folder.name.rpartition("_")[2]))
+    assert f"Checkpoint: {last}" in said or f"Its last checkpoint is {last}" in said
+    assert any((last / "actor").iterdir())
 
-
-def test_a_run_goes_on_with_the_trajectories_that_waited(tmp_path):
-    """Training is slow, so several trajectories wait at every checkpoint."""
-    slow = ["rl.save_every=1", "runner.options.max_staleness=3", "policy.training_s={1: 0.05}", "env.step_s=0.01"]
-    _finish(_start(tmp_path / "first", "rl.steps=3", *slow))
-    folders = sorted((tmp_path / "first" / "checkpoints").iterdir())
-    assert [folder.name for folder in folders] == ["global_step_1", "global_step_2", "global_step_3"]
-    waited = json.loads((folders[0] / "queue" / "gate.json").read_text())["state"]["finished"]
+    waited = json.loads((checkpoint / "queue" / "gate.json").read_text())["state"]["finished"]
     assert waited and {one["ticket"]["version"] for one in waited} == {0}
-    _finish(_start(tmp_path / "second", f"resume={folders[0]}", "rl.steps=4", *slow))
-    steps, whole = read_rl_steps(tmp_path / "second" / "metrics.jsonl"), _frames(tmp_path / "second")
-    assert [step.step for step in steps] == [1, 2, 3] and {step.frames for step in steps} == {whole}
-    last = steps[-1].metrics
-    assert last["gate/restored"] == len(waited)
-    assert last["gate/taken"] == 3 * 4 == last["gate/admitted"] + len(waited)
+    run = _start(second, f"resume={checkpoint}", *options)
+    _await(run, lambda: _num_steps(second) >= 3)
+    said = _kill(run, second, "ActorGroup")
+    assert "A process of trainer failed (rank 0: ActorDiedError" in said
+    assert "No checkpoint: the training process does not answer." in said
+    steps, whole = read_rl_steps(second / "metrics.jsonl"), _frames(second)
+    assert [step.step for step in steps[:3]] == [1, 2, 3]
+    assert all(step.frames == step.fresh_frames == whole for step in steps)
     assert 1 in steps[0].staleness  # of version 0, in the step of version 1
+    for number, step in enumerate(steps, start=1):
+        assert step.metrics["gate/restored"] == len(waited)
+        assert step.metrics["gate/taken"] == 4 * number <= step.metrics["gate/finished"] + len(waited)
+    assert _left_behind(before) == []

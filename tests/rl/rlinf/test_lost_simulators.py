@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from embodix.rl.rlinf.asynchronous.components import answer_of, innermost
 from embodix.rl.rlinf.asynchronous.exchange import EVENTS, Asks, ChannelReceive, ChannelSend, Delivered, Lost
 from embodix.rl.rlinf.asynchronous.gate_service import GateService
 from embodix.rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators
@@ -168,3 +169,31 @@ def test_a_run_whose_restarts_are_spent_ends_and_says_of_whom():
     (error,) = failure.exceptions
     assert isinstance(error, WorkerFailedError)
     assert "crashed at chunk_step" in str(error) and "2 of 2 restarts in the last hour" in str(error)
+
+
+class Answer:
+    """A call of a worker group that takes `seconds`."""
+
+    def __init__(self, seconds: float, *, fails: bool = False) -> None:
+        self._seconds, self._fails = seconds, fails
+
+    def wait(self):
+        time.sleep(self._seconds)
+        return None if self._fails else [None]
+
+    def done(self):
+        return not self._fails
+
+
+def test_a_driver_that_ends_does_not_wait_for_the_dead():
+    assert answer_of(Answer(0.0), 5.0) == [None]
+    assert answer_of(Answer(0.0, fails=True), 5.0) is None
+    assert answer_of(Answer(60.0), 0.1) is None
+
+
+def test_a_failure_is_told_by_its_innermost_cause():
+    told = ExceptionGroup("unhandled errors", [TimeoutError("Deadline passed: a waits for b\nmore")])
+    remote = RuntimeError("a long trace")
+    remote.cause = told
+    assert innermost(remote) == "TimeoutError: Deadline passed: a waits for b"
+    assert innermost(OSError()) == "OSError: no message"

@@ -68,17 +68,17 @@ def failure_of(call: Any) -> str:
         except ray.exceptions.GetTimeoutError:
             continue  # it still works
         except Exception as error:  # whatever it is, it is reported
-            reasons.append(f"rank {rank}: {_innermost(error)}")
+            reasons.append(f"rank {rank}: {innermost(error)}")
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
-def _innermost(error: BaseException) -> str:
+def innermost(error: BaseException) -> str:
     """The first line of what a task group or Ray has wrapped."""
     wrapped = getattr(error, "cause", None)
     if isinstance(wrapped, BaseException):
-        return _innermost(wrapped)
+        return innermost(wrapped)
     if isinstance(error, BaseExceptionGroup):
-        return _innermost(error.exceptions[0])
+        return innermost(error.exceptions[0])
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
