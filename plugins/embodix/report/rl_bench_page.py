@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from rich.console import Console
 from rich.table import Table
 
@@ -44,26 +44,29 @@ def write_bench(report: BenchReport, folder: Path | str) -> None:
 def render_bench(report: BenchReport) -> str:
     """The page as text. Without a finished variant it lists the failures."""
     runs = [Run(result.name, result.entry.folder, result.manifest, [], None) for result in report.results]
-    return (
-        page_environment()
-        .get_template("rl_bench.html.j2")
-        .render(
-            title=report.title,
-            paragraph=wording.what_was_run(report),
-            warnings=wording.warnings(report),
-            cards=wording.cards(report),
-            rows=wording.table_rows(report),
-            paper_source=report.paper_source,
-            waiting=wording.waiting_rows(report),
-            figures=_figures(report) if report.results else {},
-            timelines=_timelines(report) if report.results else [],
-            failures=report.failures,
-            overrides=[(result.name, " ".join(result.entry.overrides)) for result in report.results],
-            provenance=provenance_rows(runs),
-            configs=[(result.name, json.dumps(result.manifest.config, indent=2)) for result in report.results],
-            glossary=wording.GLOSSARY,
-        )
+    environment = page_environment()
+    environment.filters |= {"breakable": _breakable}
+    return environment.get_template("rl_bench.html.j2").render(
+        title=report.title,
+        paragraph=wording.what_was_run(report),
+        warnings=wording.warnings(report),
+        cards=wording.cards(report),
+        rows=wording.table_rows(report),
+        paper_source=report.paper_source,
+        waiting=wording.waiting_rows(report),
+        figures=_figures(report) if report.results else {},
+        timelines=_timelines(report) if report.results else [],
+        failures=report.failures,
+        overrides=[(result.name, " ".join(result.entry.overrides)) for result in report.results],
+        provenance=provenance_rows(runs),
+        configs=[(result.name, json.dumps(result.manifest.config, indent=2)) for result in report.results],
+        glossary=wording.GLOSSARY,
     )
+
+
+def _breakable(name: str) -> Markup:
+    """A name that may go on in another line after an underscore."""
+    return escape(name).replace("_", Markup("_<wbr>"))
 
 
 def _figures(report: BenchReport) -> dict[str, Markup | None]:
@@ -132,7 +135,7 @@ def print_bench(report: BenchReport, console: Console | None = None) -> None:
     rows = wording.table_rows(report)
     columns = {name: title for name, title in _COLUMNS.items() if any(row[name] for row in rows)}
     table = Table(title=report.title, title_justify="left")
-    table.add_column("variant", overflow="fold")
+    table.add_column("variant", overflow="fold", min_width=12)
     for title in columns.values():
         table.add_column(title, justify="right")
     for row in rows:

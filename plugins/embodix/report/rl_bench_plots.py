@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from embodix.report.curves import legend
 from embodix.report.rl_bench import BenchReport, VariantResult
 from embodix.report.svg import GRID, INK, MUTED, PAGE, WIDTH_IN, drawing, new_figure, series_colour, to_svg
 from embodix.report.worker_time import (
@@ -44,6 +44,8 @@ WAIT_COLOURS = {
     NOBODY: MUTED,
 }
 WAIT_ALPHA = 0.28
+NAME_WIDTH = 24  # characters
+LEAST_GAP = 0.0007  # of a timeline, for two bars not to be drawn as one
 LEAST_SHARE = 0.002  # of a worker's time, for an activity to get a row of its own
 WORDS = {STEP: "stepping", RESET: "resetting", INFER: "inference", TRAIN: "training", WEIGHTS: "weights"}
 NAMES = {ENVIRONMENTS: "environment", INFERENCE: "inference", TRAINING: "training"}
@@ -69,11 +71,11 @@ def rates_figure(report: BenchReport) -> str:
                 axes.plot(predicted, row, "D", color=INK, markerfacecolor=PAGE, markersize=5.5, linestyle="none")
         if any(result.entry.predicted_frames_per_s is not None for result in results):
             axes.plot([], [], "D", color=INK, markerfacecolor=PAGE, linestyle="none", label="scheduling model")
-        axes.set_yticks(range(len(results)), [result.name for result in results])
+        axes.set_yticks(range(len(results)), [_wrapped(result.name) for result in results])
         axes.set_ylim(len(results) - 0.45, -0.55)
         axes.set_xlabel("frames a second")
         axes.grid(axis="y", visible=False)
-        legend(axes, 4)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=4, columnspacing=1.2)
         return to_svg(figure, "rates")
 
 
@@ -95,7 +97,7 @@ def shares_figure(report: BenchReport) -> str:
                     axes.barh(at, width, left=start, height=0.78, color=colour, alpha=alpha, linewidth=0)
                     start += width
         positions = [_row_position(rows, row) for row in range(len(rows))]
-        labels = [f"{name}   {NAMES[component]}" if name else NAMES[component] for name, component, _ in rows]
+        labels = [f"{_wrapped(name)}   {NAMES[component]}" if name else NAMES[component] for name, component, _ in rows]
         axes.set_yticks(positions, labels)
         axes.set_ylim(max(positions) + 0.6, -0.6)
         axes.set_xlim(0, 100)
@@ -139,12 +141,12 @@ def staleness_figure(report: BenchReport) -> str:
                 axes.barh(row, width, left=start, height=0.62, color=series_colour(1), alpha=alpha, label=label,
                           edgecolor=PAGE, linewidth=0.8)  # fmt: skip
                 start += width
-        axes.set_yticks(range(len(results)), [result.name for result in results])
+        axes.set_yticks(range(len(results)), [_wrapped(result.name) for result in results])
         axes.set_ylim(len(results) - 0.45, -0.55)
         axes.set_xlim(0, 100)
         axes.set_xlabel("of the trained frames, %")
         axes.grid(axis="y", visible=False)
-        legend(axes, len(ages))
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=6, columnspacing=1.2)
         return to_svg(figure, "staleness")
 
 
@@ -165,7 +167,7 @@ def gantt_figure(result: VariantResult, seconds: float, name: str) -> str:
     with drawing():
         figure, axes = new_figure(0.75 + 0.2 * len(rows))
         for row, (worker, activity, _) in enumerate(rows):
-            for colour, bars in _bars(timed, worker, activity, begin):
+            for colour, bars in _bars(timed, worker, activity, begin, seconds * LEAST_GAP):
                 axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, linewidth=0,
                                  alpha=1.0 if activity else WAIT_ALPHA)  # fmt: skip
         for row in range(1, len(rows)):
@@ -200,14 +202,24 @@ def _gantt_rows(result: VariantResult, timed: Sequence[Piece]) -> list[tuple[str
 
 
 def _bars(
-    timed: Sequence[Piece], worker: str, activity: str | None, begin: float
+    timed: Sequence[Piece], worker: str, activity: str | None, begin: float, least_gap: float
 ) -> list[tuple[str, list[tuple[float, float]]]]:
     bars: dict[str, list[tuple[float, float]]] = {}
     for piece in timed:
         if piece.worker == worker and piece.activity == activity:
             colour = COLOURS[activity] if activity else WAIT_COLOURS[str(piece.waits_for)]
-            bars.setdefault(colour, []).append((piece.begin_s - begin, piece.seconds))
+            own = bars.setdefault(colour, [])
+            start, before = piece.begin_s - begin, own[-1] if own else None
+            if before is not None and start - sum(before) < least_gap:
+                own[-1] = (before[0], piece.end_s - begin - before[0])
+            else:
+                own.append((start, piece.seconds))
     return list(bars.items())
+
+
+def _wrapped(name: str) -> str:
+    """A long name in lines, broken at its underscores."""
+    return "\n".join(textwrap.wrap(name.replace("_", "_ "), NAME_WIDTH)).replace("_ ", "_")
 
 
 def gantt_legend() -> str:
