@@ -279,7 +279,7 @@ def test_a_streamed_gradient_is_that_of_the_whole_batch():
         update = StreamedUpdate(policy, objective_of(ALGORITHM, 5.0), micro_batch)
         for part in parts:
             update.train(part, scale, version=4)
-        metrics = update.finish(parameters, moments.count)
+        metrics = update.finish(parameters)
         assert metrics["actor/behaviour_weight_mean"] != 1.0 and metrics["actor/clip_fraction"] == 0.0
         return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
 
@@ -307,7 +307,7 @@ def test_fresh_samples_have_no_correction_and_stale_ones_are_weighted():
     for one in (fresh, stale):
         update = StreamedUpdate(policy, objective_of(ALGORITHM, 5.0), 8)
         update.train(one, Moments().scale(), version=0)
-        weights.append(update.finish(policy.parameters(), 8.0))
+        weights.append(update.finish(policy.parameters()))
     assert weights[0]["actor/behaviour_weight_mean"] == pytest.approx(1.0)
     assert weights[0]["actor/cap_fraction"] == 0.0 and weights[1]["actor/cap_fraction"] == 1.0
 
@@ -331,9 +331,13 @@ def test_the_workers_are_told_how_to_run(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["optim.global_batch=32"], r"set optim.global_batch=64 \(got 32\)"),
-        (["algorithm.update_epoch=2"], r"algorithm.update_epoch=1 \(got 2\)"),
-        (["algorithm=grpo"], r"asynchronous GRPO is not there yet"),
+        (["optim.global_batch=48"], r"does not divide; nearest global_batch: 32 or 64"),
+        (
+            ["algorithm=grpo", "rollout.num_envs=12", "placement.env_workers=2"],
+            r"rollout.num_envs=12 is no multiple of 8, .* group_size=4 .* nearest: 8 or 16",
+        ),
+        (["algorithm=grpo", "rollout.auto_reset=true"], r"set rollout.auto_reset=false \(got True\)"),
+        (["algorithm.adv_type=raw"], r"It trains by PPO and GRPO; got algorithm.adv_type=raw"),
         (["algorithm.reward_type=action_level"], r"reward_type=chunk_level, not action_level"),
         (["placement.actor_workers=2"], r"placement.actor_workers=1 \(got 2\)"),
         (["runner.options.dynamic_batching=false", "rollout.stages=2"], r"rollout.stages=1 \(got 2\)"),

@@ -58,6 +58,7 @@ class Sampled:
         returns_B, values_B: for the value loss; None without one.
         proximal_log_probs_BTA: of the policy at the beginning of the update, where it is recomputed.
         executed_BT: bool, action steps that were executed; None for all.
+        weights_B: of each chunk's losses; None for 1.
     """
 
     log_probs_BTA: Tensor
@@ -68,6 +69,7 @@ class Sampled:
     values_B: Tensor | None = None
     proximal_log_probs_BTA: Tensor | None = None
     executed_BT: Tensor | None = None
+    weights_B: Tensor | None = None
 
     def __getitem__(self, rows: Tensor) -> Sampled:
         """Some of the chunks."""
@@ -125,15 +127,23 @@ def chunk_losses(
         sampled.valid_B,
         settings.policy,
         proximal_log_probs=proximal,
+        weights_B=sampled.weights_B,
         num_valid=num_valid,
     )
     count = max(1.0, float(sampled.valid_B.sum()) if num_valid is None else num_valid)
-    entropy = torch.where(sampled.valid_B, entropy_B, 0.0).sum() / count
+    weighted_B = entropy_B if sampled.weights_B is None else entropy_B * sampled.weights_B
+    entropy = torch.where(sampled.valid_B, weighted_B, 0.0).sum() / count
     total, of_values = loss - settings.entropy_weight * entropy, 0.0
     if settings.value is not None:
         assert values_B is not None and sampled.returns_B is not None and sampled.values_B is not None
         error = value_loss(
-            values_B, sampled.returns_B, sampled.values_B, sampled.valid_B, settings.value, num_valid=num_valid
+            values_B,
+            sampled.returns_B,
+            sampled.values_B,
+            sampled.valid_B,
+            settings.value,
+            weights_B=sampled.weights_B,
+            num_valid=num_valid,
         )
         total, of_values = total + settings.value_weight * error, float(error.detach())
     return Losses(total, float(loss.detach()), of_values, float(entropy.detach()), ratios)

@@ -59,6 +59,7 @@ def policy_loss(
     settings: PolicyLossSettings,
     *,
     proximal_log_probs: Tensor | None = None,
+    weights_B: Tensor | None = None,
     num_valid: float | None = None,
 ) -> tuple[Tensor, RatioStatistics]:
     """The loss to minimise, and statistics of its ratios.
@@ -69,6 +70,7 @@ def policy_loss(
         advantages_B: of each chunk.
         valid_B: bool, chunks that count. The others have no weight, whatever they hold.
         proximal_log_probs: of the proximal policy; None where that is the one that sampled.
+        weights_B: of each chunk's loss; None for 1.
         num_valid: valid chunks of the whole batch, so that the losses of its micro-batches add up to its mean; None for
             those of this one.
     """
@@ -99,6 +101,8 @@ def policy_loss(
         dual_clipped=dual_clipped,
         capped=capped,
     )
+    if weights_B is not None:
+        capped_weight = capped_weight * torch.where(valid, _spread(weights_B, log_probs), 0.0)
     elements_a_chunk = log_probs[0].numel() if log_probs.shape[0] else 1
     return (losses * capped_weight).sum() / (_count(valid_B, num_valid) * elements_a_chunk), statistics
 

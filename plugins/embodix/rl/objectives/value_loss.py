@@ -40,9 +40,10 @@ def value_loss(
     valid_B: Tensor,
     settings: ValueLossSettings,
     *,
+    weights_B: Tensor | None = None,
     num_valid: float | None = None,
 ) -> Tensor:
-    """Mean error of the values over the valid chunks; ``num_valid`` as in `policy_loss`.
+    """Mean error of the values over the valid chunks; ``weights_B`` and ``num_valid`` as in `policy_loss`.
 
     Args:
         values_B: with gradients.
@@ -55,6 +56,8 @@ def value_loss(
     if settings.clip is not None:
         near_B = before_B + (values_B - before_B).clamp(-settings.clip, settings.clip)
         losses_B = torch.maximum(losses_B, _error(near_B, returns_B, settings.huber_delta))
+    if weights_B is not None:
+        losses_B = losses_B * weights_B
     count = max(1.0, float(valid_B.sum()) if num_valid is None else num_valid)
     return torch.where(valid_B, losses_B, 0.0).sum() / count
 

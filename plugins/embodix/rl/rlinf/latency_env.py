@@ -114,8 +114,9 @@ class LatencyEnv:
         return {"states": self._states_BS.clone(), "task_descriptions": ["match the state"] * self.num_envs}
 
     def _draw_states(self) -> Tensor:
-        drawn = self._states.standard_normal((self.num_envs, self._state_dim), dtype=np.float32)
-        return torch.from_numpy(drawn)
+        group_size = int(self.cfg.group_size)  # environments of a group see the same
+        drawn = self._states.standard_normal((self.num_envs // group_size, self._state_dim), dtype=np.float32)
+        return torch.from_numpy(drawn.repeat(group_size, axis=0))
 
 
 def durations_of(settings: Any) -> Durations:

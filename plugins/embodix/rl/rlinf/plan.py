@@ -14,7 +14,7 @@ from embodix.rl.rlinf.asynchronous.queue_checkpoint import require_resumable
 from embodix.rl.rlinf.host_config import host_config
 from embodix.rl.rlinf.placement import Placement, place
 from embodix.rl.rlinf.runners import HostRunner
-from embodix.rl.rlinf.sizes import RunSizes
+from embodix.rl.rlinf.sizes import GRPO, RunSizes
 from embodix.schema.rl import ClusterSettings, PlacementSettings
 
 
@@ -52,15 +52,16 @@ def plan_run(cfg: DictConfig, folder: Path) -> RunPlan:
     sizes = sizes_of(cfg, placement)
     runner: HostRunner = plugins.build("runners", cfg.runner.name, _plain(cfg.runner.options))
     runner.check(sizes)
+    _require_whole_episodes(cfg)
     if cfg.rl.eval_every and not runner.evaluates:
         raise ValueError(
             f"runner={cfg.runner.name} does not evaluate while it trains; set rl.eval_every=null, or take runner=sync."
         )
     host = host_config(cfg, placement, runner.host_settings(sizes), folder)
-    return RunPlan(sizes, placement, runner, ClusterSettings(**_plain(cfg.cluster)), host)
     queue_sizes = host.embodix.get("queue_sizes")
     if queue_sizes is not None and host.runner.resume_dir is not None:
         require_resumable(Path(host.runner.resume_dir), queue_sizes)
+    return RunPlan(sizes, placement, runner, ClusterSettings(**_plain(cfg.cluster)), host)
 
 
 def _require_legal_intervals(cfg: DictConfig) -> None:
@@ -75,6 +76,16 @@ def _require_legal_intervals(cfg: DictConfig) -> None:
         raise ValueError(
             f"RLinf evaluates whatever it saves: rl.save_every={save} must be a multiple of rl.eval_every={evaluate}; "
             f"nearest: {nearest}."
+        )
+
+
+def _require_whole_episodes(cfg: DictConfig) -> None:
+    rollout = cfg.rollout
+    if cfg.algorithm.adv_type == GRPO and (rollout.auto_reset or rollout.ignore_terminations):
+        raise ValueError(
+            "algorithm=grpo compares the environments of a group over one episode each and masks what follows its end: "
+            f"set rollout.auto_reset=false (got {rollout.auto_reset}) and rollout.ignore_terminations=false (got "
+            f"{rollout.ignore_terminations})."
         )
 
 

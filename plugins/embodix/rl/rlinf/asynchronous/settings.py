@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from embodix.rl.rlinf.runners import SyncRunner, WorkerClasses, attribute, worker_classes
-from embodix.rl.rlinf.sizes import PPO, RunSizes, require_legal
+from embodix.rl.rlinf.sizes import GRPO, PPO, RunSizes, require_legal
 
 NORMALIZATIONS = ("exact", "previous")
 RESET_FACTOR = 5.0  # what a reset may take, in deadlines of a chunk step
@@ -125,15 +125,10 @@ class RlVla3Runner:
         }
 
     def _faults(self, sizes: RunSizes) -> Iterator[str]:
-        if sizes.advantage != PPO:
-            yield f"It trains by PPO; asynchronous {sizes.advantage.upper()} is not there yet, take runner=sync."
+        if sizes.advantage not in (PPO, GRPO):
+            yield f"It trains by PPO and GRPO; got algorithm.adv_type={sizes.advantage}."
         if sizes.actor_workers != 1:
             yield f"It has one training process; set placement.actor_workers=1 (got {sizes.actor_workers})."
-        if sizes.global_batch != sizes.chunks_per_step or sizes.update_epochs != 1:
-            yield (
-                f"It makes one optimizer step of a rollout, once: set optim.global_batch={sizes.chunks_per_step} (got "
-                f"{sizes.global_batch}) and algorithm.update_epoch=1 (got {sizes.update_epochs})."
-            )
         if sizes.reward_type != "chunk_level":
             yield f"Its advantages are those of chunks: set algorithm.reward_type=chunk_level, not {sizes.reward_type}."
         shards = sizes.env_workers * sizes.num_stages

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLinf's training worker that takes each trajectory once and sends each policy version beside training.
-
-Shape suffixes: S chunk steps, B environments, N chunks (S times B), T action steps, A action dimensions.
-"""
+"""RLinf's training worker that takes each trajectory once and sends each policy version beside training."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,10 @@ from embodix.rl.rlinf.extension import activate
 
 activate("actor")  # before RLinf's modules are imported, hence the order below
 
-import torch  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
-from rlinf.algorithms.registry import calculate_adv_and_returns  # noqa: E402
-from rlinf.data.embodied_io_struct import Trajectory, convert_trajectories_to_batch  # noqa: E402
-from rlinf.utils.metric_utils import compute_loss_mask  # noqa: E402
+from rlinf.data.embodied_io_struct import Trajectory  # noqa: E402
 from rlinf.utils.nested_dict_process import put_tensor_device  # noqa: E402
+from rlinf.utils.utils import reshape_entropy  # noqa: E402
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -37,17 +33,20 @@ from embodix.rl.rlinf.asynchronous.exchange import (  # noqa: E402
     samples_key,
     weights_key,
 )
+from embodix.rl.rlinf.asynchronous.minibatches import MiniBatches, OneStep, VersionUpdate  # noqa: E402
 from embodix.rl.rlinf.asynchronous.queue_checkpoint import load_trajectories, save_trajectories  # noqa: E402
+from embodix.rl.rlinf.asynchronous.trajectory_samples import TrajectorySamples  # noqa: E402
 from embodix.rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of  # noqa: E402
 from embodix.rl.rlinf.asynchronous.weight_parts import split_weights  # noqa: E402
+from embodix.rl.rlinf.sizes import PPO  # noqa: E402
 from embodix.rl.rlinf.workers.actor import CountingActor  # noqa: E402
-from embodix.rl.scheduling.streamer import MicroBatchStreamer, Sample, Step, Train, Work  # noqa: E402
+from embodix.rl.scheduling.streamer import MicroBatchStreamer, Prepare, Sample, Step, Train, Work  # noqa: E402
 from embodix.rl.scheduling.waiting import waiting  # noqa: E402
 from embodix.rl.scheduling.weights import WeightMessage, WeightSender  # noqa: E402
 
 
 class StreamingActor(CountingActor, EmbodiedFSDPActor):
-    """One optimizer step a call of `train_version`, from trajectories that the driver has taken off the gate.
+    """One policy version a call of `train_version`, from trajectories that the driver has taken off the gate.
 
     Training runs in a thread of its own, so that weights leave and trajectories arrive meanwhile.
     """
@@ -62,13 +61,27 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
 
     def init_worker(self) -> None:
         super().init_worker()
+        self._build_update()
+
+    def _build_update(self) -> None:
         algorithm: Any = OmegaConf.to_container(self.cfg.algorithm, resolve=True)
-        self._update = StreamedUpdate(
-            self._evaluate,
-            objective_of(algorithm, self._settings.behaviour_cap),
-            self.cfg.actor.micro_batch_size,
-            self._micro_batch_context,
-        )
+        self._samples_of = TrajectorySamples(self.cfg)
+        objective = objective_of(algorithm, self._settings.behaviour_cap)
+        micro_batch = self.cfg.actor.micro_batch_size
+        self._gradient = gradient = StreamedUpdate(self._evaluate, objective, micro_batch, self._micro_batch_context)
+        self._set_warm_up()
+        self._update: VersionUpdate = OneStep(gradient, self.model.parameters, self._optimizer_step)
+        if not self._is_one_step():
+            self._update = MiniBatches(
+                gradient,
+                self.model.parameters,
+                self._optimizer_step,
+                self._evaluate,
+                micro_batch=micro_batch,
+                size=self.cfg.actor.global_batch_size,
+                epochs=self.update_epoch,
+                seed=self.cfg.actor.seed + self._rank,  # RLinf's
+            )
 
     async def begin(self, rollout_channel: Any, num_samples: int, version: int) -> None:
         """Send weights from now on, `version` first; a batch has `num_samples` trajectories."""
@@ -97,8 +110,8 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
         held: list[Work] = []
         for _ in range(self._streamer.missing):
             with self.timeline_span("wait"):
-                trajectory = await self._next(taken, input_channel)
-            held += await self._in_thread(self._add, trajectory)
+                trajectory, shard = await self._next(taken, input_channel)
+            held += await self._in_thread(self._add, trajectory, shard)
             if self._settings.streaming:
                 metrics |= await self._in_thread(self._do, held)
                 held = []
@@ -136,13 +149,13 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
         self._sender.close()
         await self._sending
 
-    async def _next(self, taken: ChannelReceive[str], input_channel: Any) -> Trajectory | Masked:
+    async def _next(self, taken: ChannelReceive[str], input_channel: Any) -> tuple[Trajectory | Masked, str]:
         async with waiting("trainer", "driver", "a trajectory to train", self._settings.deadline_s):
             shard = await taken.receive()
         kept = self._kept[shard]
         trajectory = kept.popleft() if kept else await self._receive(input_channel, shard)
         self.consumption.received += 1
-        return trajectory
+        return trajectory, shard
 
     async def _receive(self, input_channel: Any, shard: str) -> Trajectory | Masked:
         async with waiting("trainer", shard, "the trajectory that it delivered", self._settings.deadline_s):
@@ -152,75 +165,66 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
         return await asyncio.get_running_loop().run_in_executor(self._training, work, *args)
 
     def _normalization(self) -> Any:
-        return self._settings.normalization if self.cfg.algorithm.normalize_advantages else "none"
+        """Advantages over a group are as they should be."""
+        algorithm = self.cfg.algorithm
+        is_batchwise = algorithm.adv_type == PPO and algorithm.normalize_advantages
+        return self._settings.normalization if is_batchwise else "none"
 
-    def _add(self, trajectory: Trajectory | Masked) -> list[Work]:
+    def _add(self, trajectory: Trajectory | Masked, shard: str) -> list[Work]:
         if isinstance(trajectory, Masked):
             return self._streamer.add(Sample(None))
         self._num_valid += 1
         self.count_versions(trajectory.versions, fresh=True)
-        samples = self._prepared(trajectory)
+        samples = self._prepared(trajectory, shard)
         return self._streamer.add(Sample(samples, advantages=samples.moments))
 
-    def _prepared(self, trajectory: Trajectory) -> ShardSamples:
-        """Advantages and returns of a trajectory, by RLinf's function, on the device."""
-        batch = convert_trajectories_to_batch([trajectory])
-        algorithm = self.cfg.algorithm
-        mask = None
-        if not (self.cfg.env.train.auto_reset or self.cfg.env.train.ignore_terminations):
-            mask = compute_loss_mask(batch["dones"])[0].any(dim=-1, keepdim=True)
-        estimated = calculate_adv_and_returns(
-            task_type=self.cfg.runner.task_type,
-            adv_type=algorithm.adv_type,
-            reward_type=algorithm.reward_type,
-            rewards=batch["rewards"],
-            dones=batch["dones"],
-            values=batch["prev_values"],
-            gamma=algorithm.gamma,
-            gae_lambda=algorithm.gae_lambda,
-            group_size=algorithm.group_size,
-            loss_mask=mask,
-            loss_mask_sum=None,
-            normalize_advantages=False,
-        )
-        steps, envs = batch["prev_logprobs"].shape[:2]
-        valid = torch.ones(steps, envs, dtype=torch.bool) if mask is None else mask
-        sampled = {
-            "log_probs_BTA": batch["prev_logprobs"].flatten(0, 1),
-            "advantages_B": estimated["advantages"].reshape(-1),
-            "returns_B": estimated["returns"].reshape(-1),
-            "values_B": batch["prev_values"][:steps].reshape(-1),
-            "valid_B": valid.reshape(-1),
-            "versions_B": batch["versions"].flatten(0, 1).flatten(1)[:, 0].round().long(),
-        }
-        inputs = {name: value.flatten(0, 1) for name, value in batch["forward_inputs"].items()}
-        on_device = put_tensor_device({"inputs": inputs, "sampled": sampled}, self.device)
-        return ShardSamples(on_device["inputs"], Sampled(**on_device["sampled"]))
+    def _prepared(self, trajectory: Trajectory, shard: str) -> ShardSamples:
+        """The chunks of a trajectory, on the device."""
+        samples = self._samples_of(trajectory, shard)
+        parts = {"inputs": samples.inputs, "sampled": dict(vars(samples.sampled))}
+        on_device = put_tensor_device(parts, self.device)
+        return replace(samples, inputs=on_device["inputs"], sampled=Sampled(**on_device["sampled"]))
 
     def _do(self, work: Sequence[Work]) -> dict[str, float]:
-        """Train what may be trained; the last work of a batch is its optimizer step."""
+        """Train what may be trained; the last work of a batch are its optimizer steps."""
         metrics: dict[str, float] = {}
         for one in work:
-            if isinstance(one, Train):
-                with self.timeline_span("train"):
-                    self.model.train()
-                    for sample in (each for each in one.samples if each.payload is not None):  # None is masked
-                        self._update.train(sample.payload, one.scale, int(self.version))
-            elif isinstance(one, Step):
-                metrics = self._step(one)
+            if isinstance(one, Prepare) and not self._update.prepares:
+                continue
+            with self.timeline_span("train"):
+                self.model.train()
+                metrics |= self._work(one)
         return metrics
 
-    def _step(self, step: Step) -> dict[str, float]:
-        if not self._num_valid:  # of masked ones there is nothing to learn
+    def _work(self, one: Work) -> dict[str, float]:
+        if isinstance(one, Step):
+            metrics = self._update.finish() if self._num_valid else {}  # of masked ones there is nothing to learn
+            self._num_valid = 0
             self.lr_scheduler.step()
-            return {}
-        self._num_valid = 0
-        with self.timeline_span("train"):
-            metrics = self._update.finish(self.model.parameters(), step.num_valid)
-            grad_norm, learning_rates = self.optimizer_step()
-            self.lr_scheduler.step()
-            self.optimizer.zero_grad()
-        return {**metrics, "actor/grad_norm": float(grad_norm), "actor/lr": float(learning_rates[0])}
+            return metrics
+        for sample in one.samples:
+            if sample.payload is None:  # masked
+                continue
+            if isinstance(one, Train):
+                self._update.train(sample.payload, one.scale, int(self.version))
+            else:
+                self._update.prepare(sample.payload)
+        return {}
+
+    def _is_one_step(self) -> bool:
+        train = self.cfg.env.train
+        chunks = train.max_steps_per_rollout_epoch // self.cfg.actor.model.num_action_chunks
+        whole = train.total_num_envs * train.rollout_epoch * chunks
+        return bool(self.update_epoch == 1 and self.cfg.actor.global_batch_size == whole)
+
+    def _optimizer_step(self) -> dict[str, float]:
+        grad_norm, learning_rates = self.optimizer_step()
+        self.model.zero_grad()  # the optimizer of a warm-up does not know all parameters
+        self._set_warm_up()
+        return {"actor/grad_norm": float(grad_norm), "actor/lr": float(learning_rates[0])}
+
+    def _set_warm_up(self) -> None:
+        self._gradient.value_only = self.optimizer_steps < self.critic_warmup_steps
 
     def _evaluate(self, inputs: Any) -> dict[str, Tensor | None]:
         with self.amp_context:
@@ -228,9 +232,12 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
                 forward_inputs=inputs,
                 compute_logprobs=True,
                 compute_entropy=self.cfg.algorithm.entropy_bonus > 0,
-                compute_values=self.cfg.algorithm.adv_type == "gae",
+                compute_values=self.cfg.algorithm.adv_type == PPO,
                 use_cache=False,
             )
+        log_probs, entropy, model = outputs["logprobs"], outputs.get("entropy"), self.cfg.actor.model
+        assert log_probs is not None
+        outputs["entropy"] = reshape_entropy(entropy, self.cfg.algorithm.entropy_type, model.action_dim, len(log_probs))
         return outputs
 
     def _micro_batch_context(self) -> AbstractContextManager[Any]:
