@@ -87,10 +87,13 @@ def _frames(folder: Path) -> int:
     return sizes["num_envs"] * sizes["rollout_epochs"] * sizes["steps_per_epoch"]
 
 
-def test_a_flaky_environment_costs_its_trajectories_and_not_the_run(tmp_path):
-    """Simulators that kill themselves again and again: every step is full, what was lost has no weight."""
+def test_flaky_and_slow_environments_cost_their_trajectories_and_not_the_run(tmp_path):
+    """Simulators that kill themselves again and again, and now and then take twenty times as long: every step is full,
+    what was lost has no weight. Ray's object store has its least size; weights and trajectories don't go through it."""
     before = set(psutil.pids())
-    said = _finish(_start(tmp_path, "rl.steps=5", "env.crash_every_steps=23", "runner.options.restarts_per_hour=50"))
+    slow = "env.step_s={mean_s: 0.05, straggler_probability: 0.05, straggler_factor: 20}"
+    options = ["runner.options.restarts_per_hour=50", "cluster.object_store_gb=0.08", "policy.width=2048"]
+    said = _finish(_start(tmp_path, "rl.steps=5", "env.crash_every_steps=23", slow, *options))
     steps, whole = read_rl_steps(tmp_path / "metrics.jsonl"), _frames(tmp_path)
     assert len(steps) == 5 and all(step.metrics["faults/masked_frames"] + step.frames == whole for step in steps)
     assert all(step.frames == step.fresh_frames for step in steps)
