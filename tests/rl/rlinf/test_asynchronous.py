@@ -346,6 +346,8 @@ def test_the_workers_are_told_how_to_run(tmp_path):
         (["runner.options.max_staleness=-1"], r"max_staleness is at least 0; got -1"),
         (["runner.options.max_wait_s=-1"], r"max_wait_s is a number of seconds"),
         (["runner.options.deadline_s=0"], r"deadline_s is a positive number"),
+        (["runner.options.restarts_per_hour=-1"], r"restarts_per_hour is at least 0; got -1"),
+        (["runner.options.deadline_s=100"], r"found after 300 s at a reset.*Set simulator_deadline_s below 20"),
         (["runner.options.normalization=batch"], r"one of exact, previous; got 'batch'"),
         (["rl.eval_every=2"], r"does not evaluate while it trains"),
     ],

@@ -52,7 +52,7 @@ class AsyncSettings:
     deadline_s: float = 600.0
     isolate_simulators: bool = True
     restarts_per_hour: int = 10
-    simulator_deadline_s: float = 120.0
+    simulator_deadline_s: float = 60.0
 
     def __post_init__(self) -> None:
         counts = {"max_staleness": 0, "queue_depth": 1, "max_batch": 1, "part_bytes": 1, "restarts_per_hour": 0}
@@ -65,6 +65,13 @@ class AsyncSettings:
         for name in ("deadline_s", "simulator_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"runner.options.{name} is a positive number of seconds; got {getattr(self, name)}.")
+        longest_s = RESET_FACTOR * self.simulator_deadline_s
+        if self.isolate_simulators and longest_s >= self.deadline_s:
+            raise ValueError(
+                f"A simulator's hang is found after {longest_s:g} s at a reset, {RESET_FACTOR:g} times "
+                f"runner.options.simulator_deadline_s; runner.options.deadline_s={self.deadline_s:g} would end the run "
+                f"before. Set simulator_deadline_s below {self.deadline_s / RESET_FACTOR:g}."
+            )
         if self.normalization not in NORMALIZATIONS:
             raise ValueError(
                 f"runner.options.normalization is one of {', '.join(NORMALIZATIONS)}; got {self.normalization!r}."
