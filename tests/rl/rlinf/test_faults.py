@@ -104,7 +104,7 @@ def test_flaky_and_slow_environments_cost_their_trajectories_and_not_the_run(tmp
 
 def test_a_hang_is_a_fault_and_spent_restarts_end_the_run_with_a_checkpoint(tmp_path):
     before = set(psutil.pids())
-    options = ["runner.options.restarts_per_hour=1", "runner.options.simulator_deadline_s=3"]
+    options = ["runner.options.restarts_per_hour=1", "runner.options.simulator_deadline_s=10"]
     said = _finish(_start(tmp_path, "rl.steps=1000", "env.hang_every_steps=20", *options), expected=1)
     assert "hung: no answer to chunk_step of its environment" in said
     assert "may not start them again: 1 of 1 restarts in the last hour" in said
