@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from embodix.report.json_lines import append_line, read_lines
@@ -69,6 +69,23 @@ class RlRates:
 def append_rl_step(path: Path | str, step: RlStep) -> None:
     """Add a step to a run's records."""
     append_line(path, asdict(step), _decode)
+
+
+def amend_rl_step(path: Path | str, step: int, metrics: Mapping[str, float]) -> None:
+    """Add metrics to a step that was recorded before.
+
+    Raises:
+        ValueError: it was not.
+    """
+    steps = read_rl_steps(path)
+    if step not in [one.step for one in steps]:
+        raise ValueError(f"{path} has no step {step}; it has {[one.step for one in steps]}.")
+    amended = [replace(one, metrics={**one.metrics, **metrics}) if one.step == step else one for one in steps]
+    beside = Path(path).with_suffix(".part")
+    beside.unlink(missing_ok=True)
+    for one in amended:
+        append_rl_step(beside, one)
+    beside.replace(path)
 
 
 def read_rl_steps(path: Path | str) -> list[RlStep]:

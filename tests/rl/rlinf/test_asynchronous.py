@@ -349,7 +349,6 @@ def test_the_workers_are_told_how_to_run(tmp_path):
         (["runner.options.restarts_per_hour=-1"], r"restarts_per_hour is at least 0; got -1"),
         (["runner.options.deadline_s=100"], r"found after 300 s at a reset.*Set simulator_deadline_s below 20"),
         (["runner.options.normalization=batch"], r"one of exact, previous; got 'batch'"),
-        (["rl.eval_every=2"], r"does not evaluate while it trains"),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_anything_starts(tmp_path, overrides, message):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from embodix.report.rl_steps import RlStep, append_rl_step
+from embodix.report.rl_steps import RlStep, amend_rl_step, append_rl_step
 
 
 class StepRecorder:
@@ -30,7 +30,10 @@ class StepRecorder:
         self._begun_s = self._ended_s = time.time()
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """RLinf's call: metrics of a training step."""
+        """RLinf's call: metrics of a training step. Those of an earlier one (an evaluation) join its record."""
+        if self._step is not None and step < self._step:
+            amend_rl_step(self._path, step, {name: float(value) for name, value in data.items()})
+            return
         if step != self._step:
             self.finish()
             self._step, self._counts = step, self._consumption()

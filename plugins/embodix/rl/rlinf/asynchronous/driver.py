@@ -11,8 +11,10 @@ from typing import Any
 
 from rlinf.runners.embodied_runner import EmbodiedRunner
 from rlinf.scheduler import Channel
+from rlinf.utils.metric_utils import compute_evaluate_metrics
 
 from embodix.rl.rlinf.asynchronous.components import DriverComponent, WorkersComponent, answer_of, finished
+from embodix.rl.rlinf.asynchronous.evaluation import Evaluations
 from embodix.rl.rlinf.asynchronous.exchange import EVENTS, TAKEN, ChannelReceive, ChannelSend, Event, tickets_key
 from embodix.rl.rlinf.asynchronous.gate_service import GateService
 from embodix.rl.rlinf.asynchronous.queue_checkpoint import SavedGate, read_gate, whole_checkpoint, write_gate
@@ -116,8 +118,19 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
             await finished(self.actor.load_finished(self.cfg.runner.resume_dir), "trainer")
 
     async def _train(self) -> None:
-        while not self._gate.is_over:
-            await self._train_version()
+        self._evaluations = Evaluations(
+            lambda: self.env.evaluate(self.env_channel, self.rollout_channel),
+            compute_evaluate_metrics,
+            self.metric_logger.log,
+            self.cfg.runner.val_check_interval,
+            self.max_steps,
+        )
+        try:
+            while not self._gate.is_over:
+                await self._train_version()
+            await self._evaluations.finish()
+        finally:
+            self._evaluations.cancel()
         await finished(self.actor.finish_sending(), "trainer")
 
     async def _train_version(self) -> None:
@@ -135,6 +148,7 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
         offered = finished(self.actor.offer_weights(self.global_step), "trainer")
         self._log(step, metrics)
         await offered
+        self._evaluations.ask(step)
         if self._is_checkpoint_due():
             await self._save_everything()
 

@@ -15,6 +15,7 @@ from typing import Any
 from embodix.rl.scheduling.staleness import Ticket
 
 REQUESTS, TAKEN, EVENTS = "requests", "taken", "events"
+EVALUATION_REQUESTS = "evaluation requests"  # never computed together with those that are trained on
 MOST_WAITS = 256  # RLinf keeps a thread for each receive that is waited for
 
 

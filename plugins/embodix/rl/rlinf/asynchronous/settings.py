@@ -90,11 +90,12 @@ class RlVla3Runner:
         options: of `AsyncSettings`.
     """
 
+    evaluates = True
+
     def __init__(self, **options: Any) -> None:
         self._settings = AsyncSettings(**options)
         self._sync = SyncRunner()
         self._is_sync = not (self._settings.async_train or self._settings.dynamic_batching or self._settings.streaming)
-        self.evaluates = self._is_sync
 
     def check(self, sizes: RunSizes) -> None:
         require_legal(sizes)

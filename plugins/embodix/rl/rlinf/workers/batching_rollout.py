@@ -7,8 +7,9 @@ import asyncio
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from embodix.rl.rlinf.extension import activate
 
@@ -19,6 +20,7 @@ from rlinf.data.embodied_io_struct import RolloutResult  # noqa: E402
 from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker  # noqa: E402
 
 from embodix.rl.rlinf.asynchronous.exchange import (  # noqa: E402
+    EVALUATION_REQUESTS,
     EVENTS,
     REQUESTS,
     Adopted,
@@ -42,6 +44,8 @@ from embodix.rl.scheduling.batcher import (  # noqa: E402
 )
 from embodix.rl.scheduling.channels import Mailbox, Receive  # noqa: E402
 from embodix.rl.scheduling.weights import WeightMessage, WeightReceiver  # noqa: E402
+
+Mode = Literal["train", "eval"]  # of actions: drawn, or without noise
 
 
 class BatchingRollout(TimedInference, MultiStepRolloutWorker):
@@ -90,8 +94,11 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
         """Answer requests until `stop`."""
         inbox = Mailbox[Request[Any]](self._name, self._share_of_shards(), self._settings.deadline_s)
         requests = ChannelReceive[Request[Any]](input_channel, REQUESTS)
+        batcher = DynamicBatcher(inbox, self._limits(), name=self._name, deadline_s=self._settings.deadline_s)
         self._tasks.append(asyncio.ensure_future(_fetch(requests, inbox)))
-        self._tasks.append(asyncio.ensure_future(self._serve(inbox, output_channel)))
+        self._tasks.append(asyncio.ensure_future(self._serve(batcher, output_channel, "train")))
+        if self.cfg.runner.val_check_interval > 0:
+            self._serve_evaluation(input_channel, output_channel)
         try:
             done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -113,14 +120,23 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
             if self._weights.ready_version is not None:
                 await self._weights.adopt()
 
-    async def _serve(self, inbox: Mailbox[Request[Any]], output_channel: Any) -> None:
-        batcher = DynamicBatcher(inbox, self._limits(), name=self._name, deadline_s=self._settings.deadline_s)
+    def _serve_evaluation(self, input_channel: Any, output_channel: Any) -> None:
+        """Answer requests of evaluations too, in batches of their own: whatever is there, whenever it comes."""
+        num_stages = self.placement.get_world_size("env") * self.num_pipeline_stages
+        limits = FixedLimits(BatchLimits(num_stages, 0.0))
+        inbox = Mailbox[Request[Any]](self._name, num_stages, self._settings.deadline_s)
+        batcher = DynamicBatcher(inbox, limits, name=self._name, clients="evaluations", deadline_s=float("inf"))
+        requests = ChannelReceive[Request[Any]](input_channel, EVALUATION_REQUESTS)
+        self._tasks.append(asyncio.ensure_future(_fetch(requests, inbox)))
+        self._tasks.append(asyncio.ensure_future(self._serve(batcher, output_channel, "eval")))
+
+    async def _serve(self, batcher: DynamicBatcher[Any], output_channel: Any, mode: Mode) -> None:
         answers: set[asyncio.Future[None]] = set()
         while True:
-            with self.timeline_span("wait"):
+            with self.timeline_span("wait") if mode == "train" else nullcontext():
                 batch = await batcher.next_batch()
             begun = time.perf_counter()
-            results = await self._infer(batch)
+            results = await self._infer(batch, mode)
             for request, result in zip(batch.requests, results, strict=True):
                 channel = ChannelSend[RolloutResult](output_channel, answers_key(request.client))
                 answer = asyncio.ensure_future(channel.send(result))
@@ -142,15 +158,19 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
             return AdaptiveLimits(most)
         return FixedLimits(BatchLimits(most, settings.max_wait_s))
 
-    async def _infer(self, batch: Batch[Any]) -> list[RolloutResult]:
+    async def _infer(self, batch: Batch[Any], mode: Mode) -> list[RolloutResult]:
         loop = asyncio.get_running_loop()
         async with self._weights.use() as (version, buffer):
-            return await loop.run_in_executor(self._inference, self._compute, batch, version, buffer)
+            return await loop.run_in_executor(self._inference, self._compute, batch, version, buffer, mode)
 
-    def _compute(self, batch: Batch[Any], version: int, buffer: ModelBuffer) -> list[RolloutResult]:
+    def _compute(self, batch: Batch[Any], version: int, buffer: ModelBuffer, mode: Mode) -> list[RolloutResult]:
         self.hf_model, self.version = buffer.model, version
         merged = self._merge_obs_batches([request.payload for request in batch.requests])
-        actions, result = self.predict(merged["obs"])
+        actions, result = self.predict(merged["obs"], mode)
+        sizes = [request.size for request in batch.requests]
+        if mode == "eval":
+            versions = torch.full((len(actions), 1), float(version))
+            return list(self._split_rollout_result(RolloutResult(actions=actions.cpu(), versions=versions), sizes))
         answer = RolloutResult(
             actions=actions,
             prev_logprobs=result["prev_logprobs"],
@@ -159,7 +179,7 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
             forward_inputs=result["forward_inputs"],
             versions=torch.full_like(result["prev_logprobs"], float(version), dtype=torch.float32),
         )
-        return list(self._split_rollout_result(answer, [request.size for request in batch.requests]))
+        return list(self._split_rollout_result(answer, sizes))
 
 
 async def _fetch(requests: Receive[Request[Any]], inbox: Mailbox[Request[Any]]) -> None:

@@ -40,6 +40,7 @@ from embodix.rl.rlinf.simulator_process import (  # noqa: E402
     SimulatorLostError,
 )
 from embodix.rl.rlinf.workers.env import TimedEnvironments  # noqa: E402
+from embodix.rl.rlinf.workers.shard_evaluation import ShardEvaluation  # noqa: E402
 from embodix.rl.scheduling.batcher import Request  # noqa: E402
 from embodix.rl.scheduling.staleness import Ticket  # noqa: E402
 from embodix.rl.scheduling.waiting import waiting  # noqa: E402
@@ -62,6 +63,7 @@ class ShardEnvWorker(TimedEnvironments, EnvWorker):
             step_s = float(settings.simulator_deadline_s)
             self._remote = RemoteSimulators(self._source, SimulatorDeadlines(step_s, RESET_FACTOR * step_s))
         self.simulators = SupervisedSimulators(self._source, self._remote, self._observe_again)
+        self._evaluation = ShardEvaluation(self, self._source, self._deadline_s)
         self._interacting: asyncio.Task[None] | None = None
 
     def init_worker(self) -> None:
@@ -69,7 +71,10 @@ class ShardEnvWorker(TimedEnvironments, EnvWorker):
 
     def _setup_env_and_wrappers(self, env_cls: Any, env_cfg: Any, num_envs_per_stage: int) -> list[Any]:
         """As RLinf's; what is trained on is made in the simulators' process."""
-        if self._remote is not None and not env_cfg.is_eval:
+        if env_cfg.is_eval:
+            build = super()._setup_env_and_wrappers
+            return list(self._evaluation.build(build, env_cls, env_cfg, num_envs_per_stage))
+        if self._remote is not None:
             env_cls = partial(_build_remote, self._remote, env_cls)
         made: list[Any] = super()._setup_env_and_wrappers(env_cls, env_cfg, num_envs_per_stage)
         return made
@@ -84,6 +89,18 @@ class ShardEnvWorker(TimedEnvironments, EnvWorker):
         self._interacting = asyncio.ensure_future(_run_all(shards))
         with suppress(asyncio.CancelledError):  # `stop` was called
             await self._interacting
+
+    async def evaluate(self, input_channel: Any, rollout_channel: Any) -> dict[str, Any]:
+        """Evaluate once beside what is trained on (`ShardEvaluation.run`)."""
+        return await self._evaluation.run(input_channel, rollout_channel)
+
+    def begin_evaluation(self, stage: int) -> EnvOutput:
+        """The first observation of a stage's evaluation; as ``EnvWorker.evaluate`` has it."""
+        env = self.eval_env_list[stage]
+        env.is_start = True
+        self.eval_prev_done[stage] = torch.zeros(self.eval_num_envs_per_stage, dtype=torch.bool)
+        observation, infos = env.reset()
+        return EnvOutput(obs=observation, final_obs=infos.get("final_observation"))
 
     def stop(self) -> None:
         """Cut off what is under way."""
@@ -221,8 +238,7 @@ class Shard:
         batch = seen.to_dict()
         size = self._worker.train_num_envs_per_stage
         payload = {"obs": batch["obs"], "final_obs": batch["final_obs"]}
-        sent_at = asyncio.get_running_loop().time()
-        request = Request(payload, size, self.name, self._worker._source, sent_at, self._worked_s)
+        request = Request(payload, size, self.name, self._worker._source, worked_s=self._worked_s)
         sending = asyncio.ensure_future(self._requests.send(request))
         async with waiting(self.name, "rollout workers", "actions", self._worker._deadline_s):
             answer = await self._answers.receive()
