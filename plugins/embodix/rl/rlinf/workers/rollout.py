@@ -9,16 +9,27 @@ from embodix.rl.rlinf.extension import activate
 
 activate("rollout")  # before RLinf's modules are imported, hence the order below
 
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker  # noqa: E402
 
 from embodix.rl.rlinf.workers.reporting import ReportingWorker  # noqa: E402
 
 
 class TimedInference(ReportingWorker):
-    """Records inference and the arrival of weights, and tells the policy whether it is evaluated."""
+    """Records inference and the arrival of weights, tells the policy whether it is evaluated, and seeds its noise."""
 
     _train_sampling_params: dict[str, Any]
     _eval_sampling_params: dict[str, Any]
+
+    def init_worker(self) -> None:
+        """RLinf seeds environments and the order of samples; actions would be others in every run."""
+        super().init_worker()  # type: ignore[misc]
+        worker: Any = self
+        resumed = worker.cfg.runner.resume_dir
+        first_step = 0 if resumed is None else int(str(resumed).rpartition("_")[2])
+        (seed,) = np.random.SeedSequence([worker.cfg.actor.seed, worker._rank, first_step]).generate_state(1)
+        torch.manual_seed(int(seed))
 
     def setup_sample_params(self) -> None:
         """What RLinf hands to `predict_action_batch`: it tells the mode to models of its own only."""
