@@ -179,6 +179,8 @@ class RlApp:
         patches: those of upstream that a policy group names; a checkpoint brings those of the run that trained it.
         checkpoint: a run, checkpoint or model folder of `lerobot train` to start from.
         changes: fields of the checkpoint's policy config that training changes, such as ``train_expert_only``.
+        trainable: regular expressions; of the policy only parameters in whose names one is found are trained. Few
+            parameters learn from fewer episodes. null for all that the policy's config leaves trainable.
         sampler: how a flow policy draws its actions (`embodix.rl.policies`).
         value: the value head of a flow policy.
         env: LeRobot's environment config, or ``type: latency``.
@@ -195,6 +197,7 @@ class RlApp:
     patches: Any = field(default_factory=dict)
     checkpoint: str | None = None
     changes: Any = None
+    trainable: list[str] | None = None
     sampler: Any = None
     value: Any = None
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)

@@ -29,6 +29,7 @@ from embodix.policies.settings import FastPathSettings
 from embodix.rl.policies.build import flow_policy
 from embodix.rl.policies.chain import ChainSettings
 from embodix.rl.policies.flow_policy import FlowPolicy
+from embodix.rl.policies.trainable import train_only
 from embodix.rl.policies.value_head import ValueSettings
 from embodix.rl.rlinf.observations import from_host
 from embodix.training.host_config import decode_env
@@ -121,6 +122,8 @@ def build_flow_model(cfg: Any) -> FlowModel:
     renames = renamed_keys(pre)
     require_fitting_features(config, env_cfg, renames)
     policy = make_policy(cfg=config, env_cfg=env_cfg, rename_map=renames)
+    if node["trainable"] is not None:
+        train_only(policy, node["trainable"])
     settings = FastPathSettings(PaddingFreePacker(), _attention(policy))
     value = ValueSettings(**node["value"]) if node["add_value_head"] else None
     flow = flow_policy(policy, settings, ChainSettings(**node["sampler"]), value)

@@ -70,6 +70,7 @@ def _flow_node(cfg: DictConfig, policy: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": FLOW_MODEL,
         "checkpoint": cfg.checkpoint,
         "changes": OmegaConf.to_container(cfg.changes, resolve=True) if cfg.changes is not None else {},
+        "trainable": OmegaConf.to_container(cfg.trainable) if cfg.trainable is not None else None,
         "tokenizer": cfg.tokenizer.directory,
         "env": OmegaConf.to_container(cfg.env, resolve=True),
         "action_dim": config["output_features"]["action"]["shape"][0],
