@@ -337,6 +337,11 @@ def test_the_workers_are_told_how_to_run(tmp_path):
             r"rollout.num_envs=12 is no multiple of 8, .* group_size=4 .* nearest: 8 or 16",
         ),
         (["algorithm=grpo", "rollout.auto_reset=true"], r"set rollout.auto_reset=false \(got True\)"),
+        (
+            ["rl.eval_every=2", "evaluation.num_envs=6", "placement.env_workers=2", "rollout.stages=2"],
+            r"evaluation.num_envs=6 must be a multiple of 4, .* nearest: 4 or 8",
+        ),
+        (["rl.eval_every=2", "evaluation.steps=7"], r"evaluation.steps=7 must be a multiple of 5, .* nearest: 5 or 10"),
         (["algorithm.adv_type=raw"], r"It trains by PPO and GRPO; got algorithm.adv_type=raw"),
         (["algorithm.reward_type=action_level"], r"reward_type=chunk_level, not action_level"),
         (["placement.actor_workers=2"], r"placement.actor_workers=1 \(got 2\)"),

@@ -14,7 +14,7 @@ from embodix.rl.rlinf.asynchronous.queue_checkpoint import require_resumable
 from embodix.rl.rlinf.host_config import host_config
 from embodix.rl.rlinf.placement import Placement, place
 from embodix.rl.rlinf.runners import HostRunner
-from embodix.rl.rlinf.sizes import GRPO, RunSizes
+from embodix.rl.rlinf.sizes import GRPO, RunSizes, require_legal_evaluation
 from embodix.schema.rl import ClusterSettings, PlacementSettings
 
 
@@ -57,6 +57,8 @@ def plan_run(cfg: DictConfig, folder: Path) -> RunPlan:
         raise ValueError(
             f"runner={cfg.runner.name} does not evaluate while it trains; set rl.eval_every=null, or take runner=sync."
         )
+    if cfg.rl.eval_every:
+        require_legal_evaluation(cfg.evaluation.num_envs, cfg.evaluation.steps, sizes)
     host = host_config(cfg, placement, runner.host_settings(sizes), folder)
     queue_sizes = host.embodix.get("queue_sizes")
     if queue_sizes is not None and host.runner.resume_dir is not None:

@@ -87,6 +87,25 @@ def require_legal(sizes: RunSizes, *, pipeline: bool = False, decoupled: bool = 
         raise ValueError("These sizes can't run: " + " ".join(f"({n}) {fault}" for n, fault in enumerate(faults, 1)))
 
 
+def require_legal_evaluation(num_envs: int, steps: int, sizes: RunSizes) -> None:
+    """Refuse an evaluation that RLinf would refuse later.
+
+    Args:
+        num_envs: environments at once, over all processes.
+        steps: action steps of each.
+
+    Raises:
+        ValueError: they can't be spread over the run's processes and stages, or are no whole chunks.
+    """
+    unit = math.lcm(sizes.env_workers * sizes.num_stages, sizes.num_stages * sizes.rollout_workers)
+    for name, value, divisor in (("num_envs", num_envs, unit), ("steps", steps, sizes.chunk)):
+        if value < 1 or value % divisor:
+            raise ValueError(
+                f"evaluation.{name}={value} must be a multiple of {divisor}, which processes, stages and chunk "
+                f"ask for; nearest: {_nearest(max(value, 1), divisor)}."
+            )
+
+
 def _counts(sizes: RunSizes) -> Iterator[str]:
     for name, value in vars(sizes).items():
         if isinstance(value, int) and value < 1:
