@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `lerobot rl` makes of a partly trained policy: PPO and GRPO, synchronous and asynchronous, to the same frames.
+
+A small π0.5 that `experiment=learn_metaworld` has trained for a part of its steps goes on in MetaWorld, each run in
+processes of its own. The initial policy and the checkpoints of every run then act in the same held-out episodes by
+`lerobot eval`, without noise in denoising.
+
+    lerobot train experiment=learn_metaworld train.steps=600 train.save_freq=200 hydra.run.dir=outputs/learn_early
+    python benchmarks/rl_learning.py --start outputs/learn_early/run/checkpoints/000400
+
+A run whose folder holds all its steps is not trained again, so that a comparison can be made in several sittings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from embodix.report.benchmark import require_quotable, write_benchmark
+from embodix.report.curves import legend
+from embodix.report.evaluation import Evaluation, SuccessRate, pair_success, read_evaluation
+from embodix.report.rl_steps import RlStep, rates, read_rl_steps
+from embodix.report.svg import WIDTH_IN, drawing, series_colour
+from embodix.report.wording import success_words
+
+TASK, TOKENIZER = "coffee-button-v3", "data/metaworld_learn/tokenizer"
+EPISODE_STEPS, EXECUTED, NUM_ENVS = 150, 10, 16
+INITIAL = "initial"
+ENVIRONMENT = ["env=metaworld", f"env.task={TASK}", f"env.episode_length={EPISODE_STEPS}"]
+COMMON = [
+    *ENVIRONMENT,
+    "policy=pi05_small",
+    f"tokenizer.directory={TOKENIZER}",
+    "trainable=[action_out_proj]",
+    "sampler={noise_level: 1.0}",
+    f"rollout.num_envs={NUM_ENVS}",
+    f"rollout.chunk={EXECUTED}",
+    "reward.source=progress",
+    "reward.scale=0.1",
+    "reward.success_bonus=1.0",
+    "optim.weight_decay=0.0",
+    "optim.micro_batch=40",
+    "algorithm.update_epoch=3",
+    "cluster.num_cpus=2",
+    "cluster.start_timeout_s=300",
+]
+ALGORITHMS = {
+    "ppo": [
+        "algorithm=ppo",
+        "algorithm.gamma=0.9",
+        "algorithm.gae_lambda=0.9",
+        "rollout.steps=100",
+        "optim.global_batch=80",
+        "optim.value_lr=2.0e-3",
+        "optim.critic_warmup_steps=6",  # of the first version
+    ],
+    "grpo": ["algorithm=grpo", "rollout.group_size=4", "rollout.steps=150", "optim.global_batch=120"],
+}
+RUNNERS = {"sync": ["runner=sync"], "rl_vla3": ["runner=rl_vla3", "rollout.stages=2"]}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of `lerobot rl`: its folder, and the steps after which it saves its policy."""
+
+    algorithm: str
+    runner: str
+    folder: Path
+    num_steps: int
+    save_every: int
+    learning_rate: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}_{self.runner}"
+
+    @property
+    def saved_steps(self) -> list[int]:
+        return sorted({*range(self.save_every, self.num_steps + 1, self.save_every), self.num_steps})
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"global_step_{step}"
+
+    def steps(self) -> list[RlStep]:
+        """Those that the folder holds."""
+        file = self.folder / "metrics.jsonl"
+        return read_rl_steps(file) if file.is_file() else []
+
+    def command(self, start: Path, seed: int) -> list[str]:
+        """`lerobot rl` of this run."""
+        own = [
+            f"checkpoint={start}",
+            f"rl.seed={seed}",
+            f"rl.steps={self.num_steps}",
+            f"rl.save_every={self.save_every}",
+            f"optim.lr={self.learning_rate}",
+            f"hydra.run.dir={self.folder}",
+        ]
+        chosen = [*ALGORITHMS[self.algorithm], *COMMON, *RUNNERS[self.runner], *own]
+        return [sys.executable, "-m", "embodix", "rl", *chosen]
+
+
+def train(run: Run, start: Path, seed: int) -> None:
+    """Train unless it is done.
+
+    Raises:
+        RuntimeError: the run failed; the message names its log.
+    """
+    if len(run.steps()) == run.num_steps:
+        return
+    if run.steps():
+        raise RuntimeError(f"{run.folder} holds a part of a run; remove it, or give another --folder.")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    log = run.folder / "rl.log"
+    with log.open("w") as output:
+        code = subprocess.run(run.command(start, seed), stdout=output, stderr=subprocess.STDOUT).returncode
+    if code or len(run.steps()) != run.num_steps:
+        raise RuntimeError(f"{run.name} ended with code {code} after {len(run.steps())} steps; see {log}.")
+
+
+def evaluate(runs: Sequence[Run], start: Path, num_episodes: int, folder: Path) -> dict[str, Evaluation]:
+    """The initial policy and every checkpoint on the same episodes, by name.
+
+    Raises:
+        RuntimeError: the evaluation failed; the message names its log.
+    """
+    models = {INITIAL: start} | {f"{run.name}_{step}": run.checkpoint(step) for run in runs for step in run.saved_steps}
+    for name, path in models.items():
+        if not (folder / name / "results.json").is_file():
+            _evaluate_one(name, path, num_episodes, folder)
+    found = {name: read_evaluation(folder / name / "results.json") for name in models}
+    return {name: evaluation for name, evaluation in found.items() if evaluation is not None}
+
+
+def _evaluate_one(name: str, model: Path, num_episodes: int, folder: Path) -> None:
+    log = folder / f"{name}.log"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "embodix", "eval", f"checkpoint={model}", *ENVIRONMENT]
+    command += [f"tokenizer.directory={TOKENIZER}", f"+policy.n_action_steps={EXECUTED}"]
+    command += [f"eval.n_episodes={num_episodes}", f"eval.num_slots={NUM_ENVS}", "eval.num_workers=0", "eval.videos=0"]
+    with log.open("w") as output:
+        done = subprocess.run(
+            [*command, f"hydra.run.dir={folder / name}"], stdout=output, stderr=subprocess.STDOUT, check=False
+        )
+    if done.returncode:
+        raise RuntimeError(f"The evaluation of {name} ended with code {done.returncode}; see {log}.")
+
+
+def frames_after(run: Run, step: int) -> int:
+    """Fresh frames that a checkpoint was trained on."""
+    return sum(record.fresh_frames for record in run.steps()[:step])
+
+
+def curve(run: Run, evaluations: Mapping[str, Evaluation]) -> list[dict[str, Any]]:
+    """Success and length of held-out episodes against fresh frames."""
+    points = [(0, evaluations[INITIAL])]
+    points += [(frames_after(run, step), evaluations[f"{run.name}_{step}"]) for step in run.saved_steps]
+    return [{"run": run.name, "fresh_frames": frames, **_point(evaluation)} for frames, evaluation in points]
+
+
+def _point(evaluation: Evaluation) -> dict[str, Any]:
+    lengths = [episode.num_steps or 0 for episode in evaluation.episodes]
+    success = evaluation.success
+    return {
+        "success": success_words(success),
+        "mean_steps": sum(lengths) / len(lengths),
+        "rate": success.rate,
+        "low": success.low,
+        "high": success.high,
+    }
+
+
+def training_curve(run: Run, num_bins: int = 4) -> list[dict[str, Any]]:
+    """Return and success of the episodes that ended in training, whose actions have noise, over parts of the run."""
+    steps = run.steps()
+    width = -(-len(steps) // num_bins)
+    rows = []
+    for begin in range(0, len(steps), width):
+        part = [(step.metrics, step.metrics.get("env/num_trajectories", 0)) for step in steps[begin : begin + width]]
+        ended = [(metrics, int(count)) for metrics, count in part if count]
+        total = sum(count for _, count in ended)
+        if not total:
+            continue
+        solved = round(sum(metrics["env/success_once"] * count for metrics, count in ended))
+        rows.append(
+            {
+                "run": run.name,
+                "steps": f"{begin} to {min(begin + width, len(steps)) - 1}",
+                "mean_return": sum(metrics["env/return"] * count for metrics, count in ended) / total,
+                "success": success_words(SuccessRate.of([True] * solved + [False] * (total - solved))),
+            }
+        )
+    return rows
+
+
+def improvement(run: Run, evaluations: Mapping[str, Evaluation]) -> dict[str, Any]:
+    """The last policy against the initial one on the same episodes."""
+    pair = pair_success(evaluations[INITIAL], evaluations[f"{run.name}_{run.num_steps}"])
+    assert pair is not None
+    verdict = "improved" if pair.low > 0 else "worse" if pair.high < 0 else "not told apart"
+    return {"run": run.name, "over": INITIAL, **_difference(pair), "verdict": verdict}
+
+
+def agreement(runs: Sequence[Run], evaluations: Mapping[str, Evaluation]) -> dict[str, Any] | None:
+    """Whether the curves of two runners agree: their intervals at every checkpoint, and the last policies in pairs."""
+    if len(runs) < 2:
+        return None
+    first, second = runs
+    at = [[evaluations[f"{run.name}_{step}"].success for run in runs] for step in first.saved_steps]
+    overlapping = [max(a.low, b.low) <= min(a.high, b.high) for a, b in at]
+    last = [evaluations[f"{run.name}_{run.num_steps}"] for run in runs]
+    pair = pair_success(*last)
+    assert pair is not None
+    verdict = "intervals overlap" if all(overlapping) else "intervals do not overlap everywhere"
+    told = f"{sum(overlapping)} of {len(overlapping)}"
+    return {"run": second.name, "over": first.name, **_difference(pair), "overlapping": told, "verdict": verdict}
+
+
+def _difference(pair: Any) -> dict[str, Any]:
+    return {
+        "difference": f"{100 * pair.difference:+.0f} points [{100 * pair.low:+.0f} to {100 * pair.high:+.0f}]",
+        "p_value": round(pair.p_value, 4),
+    }
+
+
+def time_row(run: Run) -> dict[str, Any]:
+    """How long a run took; its first step has the start of the workers in it."""
+    steps = run.steps()
+    rate = rates(steps, 1)
+    return {
+        "run": run.name,
+        "fresh_frames": sum(step.fresh_frames for step in steps),
+        "versions": len(steps),
+        "minutes": (steps[-1].end_s - steps[0].begin_s) / 60,
+        "minutes_without_the_first_step": rate.seconds / 60,
+        "fresh_frames_per_s": rate.fresh_frames_per_s,
+        "staleness": {str(age): round(share, 3) for age, share in rate.staleness.items()},
+    }
+
+
+def draw(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Success against fresh frames with its intervals, a panel for each algorithm."""
+    algorithms = list(dict.fromkeys(run.algorithm for run in runs))
+    with drawing({"figure.facecolor": "white", "axes.facecolor": "white"}):
+        figure = Figure(figsize=(WIDTH_IN, 2.9), layout="constrained")
+        panels: Sequence[Axes] = figure.subplots(1, len(algorithms), sharey=True, squeeze=False)[0]
+        for axes, algorithm in zip(panels, algorithms, strict=True):
+            of_panel = [run for run in runs if run.algorithm == algorithm]
+            for index, run in enumerate(of_panel):
+                _draw_curve(axes, [row for row in rows if row["run"] == run.name], run.runner, index)
+            axes.set(xlabel=f"fresh frames, {algorithm.upper()}", ylim=(-2, 102))
+            legend(axes, len(of_panel))
+        panels[0].set_ylabel("held-out episodes solved, %")
+        figure.savefig(path, dpi=160)
+
+
+def _draw_curve(axes: Axes, points: Sequence[Mapping[str, Any]], label: str, index: int) -> None:
+    frames = [point["fresh_frames"] for point in points]
+    low, rate, high = ([100 * point[name] for point in points] for name in ("low", "rate", "high"))
+    axes.plot(frames, rate, "o-", color=series_colour(index), label=label, markersize=4)
+    axes.fill_between(frames, low, high, color=series_colour(index), alpha=0.18, linewidth=0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--start", type=Path, required=True, help="checkpoint to begin with")
+    parser.add_argument("--algorithms", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS))
+    parser.add_argument("--runners", nargs="+", choices=tuple(RUNNERS), default=list(RUNNERS))
+    parser.add_argument("--frames", type=int, default=24_000, help="action steps of all environments, of each run")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--checkpoints", type=int, default=3, help="that are evaluated, of each run")
+    parser.add_argument("--episodes", type=int, default=64, help="held-out episodes")
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/rl_learning"))
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--train-only", action="store_true", help="evaluate in another sitting")
+    parser.add_argument("--allow-dirty", action="store_true")
+    return parser.parse_args()
+
+
+def planned_runs(arguments: argparse.Namespace) -> list[Run]:
+    """Every algorithm with every runner."""
+    runs = []
+    for algorithm in arguments.algorithms:
+        rollout = next(int(item.split("=")[1]) for item in ALGORITHMS[algorithm] if item.startswith("rollout.steps="))
+        num_steps = arguments.frames // (rollout * NUM_ENVS)
+        save_every = -(-num_steps // arguments.checkpoints)
+        for runner in arguments.runners:
+            folder = arguments.folder / f"{algorithm}_{runner}"
+            runs.append(Run(algorithm, runner, folder, num_steps, save_every, arguments.learning_rate))
+    return runs
+
+
+def _setting(arguments: argparse.Namespace) -> str:
+    return (
+        f"{TASK}, at most {EPISODE_STEPS} steps, {EXECUTED} of 10 predicted steps executed; trained by `lerobot rl` "
+        "from a checkpoint of experiment=learn_metaworld, of the policy the last projection alone, learning rate "
+        f"{arguments.learning_rate}, seed {arguments.seed}; {arguments.episodes} held-out episodes, without noise in "
+        "denoising; 95 % intervals: Wilson's of rates, Tango's of paired differences."
+    )
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    require_quotable(arguments.allow_dirty)
+    runs = planned_runs(arguments)
+    for run in runs:
+        train(run, arguments.start, arguments.seed)
+        print(time_row(run), flush=True)
+    if arguments.train_only:
+        return
+    evaluations = evaluate(runs, arguments.start, arguments.episodes, arguments.folder / "evaluation")
+    rows = [row for run in runs for row in curve(run, evaluations)]
+    improvements = [improvement(run, evaluations) for run in runs]
+    by_algorithm = [[run for run in runs if run.algorithm == algorithm] for algorithm in arguments.algorithms]
+    agreements = [row for of_one in by_algorithm if (row := agreement(of_one, evaluations)) is not None]
+    for row in (*improvements, *agreements):
+        print(row)
+    result = {
+        "title": "Reinforcement learning of a partly trained π0.5-small in MetaWorld",
+        "setting": _setting(arguments),
+        "improvement": improvements,
+        "runners": agreements,
+        "curve": rows,
+        "training": [row for run in runs for row in training_curve(run)],
+        "time": [time_row(run) for run in runs],
+        "commands": {run.name: " ".join(run.command(arguments.start, arguments.seed)[1:]) for run in runs},
+    }
+    write_benchmark(arguments.output / "rl_learning", result, arguments.allow_dirty)
+    draw(runs, rows, arguments.output / "rl_learning.png")
+
+
+if __name__ == "__main__":
+    main()
