@@ -52,6 +52,8 @@ class Part:
         except TimeoutError:
             if end == "raise":
                 raise EOFError("the simulator's process died") from None
+            if end == "group":
+                raise ExceptionGroup("of tasks", [ValueError("restarts are spent"), EOFError("it is gone")]) from None
             if end == "hang":
                 await asyncio.sleep(1e9)
         finally:
@@ -113,6 +115,11 @@ def test_a_failed_rollout_worker_drains_the_others():
     _, report = conduct(components)
     assert report.startswith("ended, policy version 0: rollout 0 failed: EOFError")
     assert components["env 0"].log == ["start", "cut", "gone"]
+
+
+def test_what_tasks_of_a_component_raised_is_told_without_their_group():
+    _, report = conduct(parts(**{"rollout 0": Part([(20.0, "group")])}))
+    assert "rollout 0 failed: ValueError: restarts are spent; EOFError: it is gone" in report
 
 
 def test_a_hanging_environment_worker_is_found_by_its_heartbeat():

@@ -159,7 +159,7 @@ class Conductor:
             await component.run()
             self._events.put_nowait((life, Ended(who)))
         except Exception as error:  # whatever it is, it is this component's failure and goes into the report
-            self._events.put_nowait((life, Failed(who, f"{type(error).__name__}: {error}")))
+            self._events.put_nowait((life, Failed(who, _reason(error))))
 
     def _ask(self, who: str, asked: Coroutine[Any, Any, None]) -> None:
         """Drain or kill beside the conductor's own work; a component that can't even be asked has failed."""
@@ -169,7 +169,7 @@ class Conductor:
             try:
                 await asked
             except Exception as error:
-                reason = f"it does not take its end: {type(error).__name__}: {error}"
+                reason = f"it does not take its end: {_reason(error)}"
                 self._events.put_nowait((life, Failed(who, reason)))
 
         task = asyncio.create_task(ask(), name=f"end {who}")
@@ -185,3 +185,10 @@ class Conductor:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _reason(error: Exception) -> str:
+    """What failed, without the groups that tasks put around it."""
+    if isinstance(error, ExceptionGroup):
+        return "; ".join(_reason(one) for one in error.exceptions)
+    return f"{type(error).__name__}: {error}"
