@@ -14,6 +14,7 @@ A run whose folder holds all its steps is not trained again, so that a compariso
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,11 @@ class Run:
         """Those that the folder holds."""
         file = self.folder / "metrics.jsonl"
         return read_rl_steps(file) if file.is_file() else []
+
+    def commit(self) -> str:
+        """Of the package that trained it."""
+        provenance = json.loads((self.folder / "manifest.json").read_text())["provenance"]
+        return str(provenance["commit"])[:12] + (" and uncommitted changes" if provenance["dirty"] else "")
 
     def command(self, start: Path, seed: int) -> list[str]:
         """`lerobot rl` of this run."""
@@ -239,6 +245,7 @@ def time_row(run: Run) -> dict[str, Any]:
         "run": run.name,
         "fresh_frames": sum(step.fresh_frames for step in steps),
         "versions": len(steps),
+        "commit": run.commit(),
         "minutes": (steps[-1].end_s - steps[0].begin_s) / 60,
         "minutes_without_the_first_step": rate.seconds / 60,
         "fresh_frames_per_s": rate.fresh_frames_per_s,
