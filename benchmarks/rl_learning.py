@@ -48,6 +48,7 @@ COMMON = [
     "reward.scale=0.1",
     "reward.success_bonus=1.0",
     "optim.weight_decay=0.0",
+    "optim.lr_schedule=cosine",
     "optim.micro_batch=40",
     "algorithm.update_epoch=3",
     "cluster.num_cpus=2",

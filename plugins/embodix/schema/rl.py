@@ -105,7 +105,8 @@ class OptimSettings:
         global_batch: chunks of an optimizer step, over all processes.
         lr: of the policy.
         value_lr: of the value head.
-        lr_warmup_steps: optimizer steps in which the learning rates rise from 0; Adam's first steps are its largest.
+        lr_schedule: ``constant``, or ``cosine``, which falls to 0 over `rl.steps`.
+        lr_warmup_steps: training steps in which the learning rates rise from 0; Adam's first steps are its largest.
         critic_warmup_steps: optimizer steps at first that train the value head alone.
     """
 
@@ -118,6 +119,7 @@ class OptimSettings:
     adam_eps: float = 1e-8
     weight_decay: float = 0.01
     clip_grad: float = 1.0
+    lr_schedule: str = "constant"
     lr_warmup_steps: int = 0
     critic_warmup_steps: int = 0
 

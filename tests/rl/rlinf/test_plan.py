@@ -78,7 +78,8 @@ def test_host_nodes_are_merged_last(tmp_path):
         (["policy=pi05_small"], r"sees images"),
         (["env=metaworld", "policy=upstream", "policy.type=act"], r"knows policies of type pi05, groot and latency"),
         (["env=metaworld", "policy=pi05_small", "checkpoint=/absent"], r"holds no model"),
-        (["env=metaworld", "reward.source=luck", "policy=pi05_small"], r"one of success, simulator, progress; got 'luck'"),
+        (["env=metaworld", "reward.source=luck", "policy=pi05_small"], r"success, simulator, progress; got 'luck'"),
+        (["optim.lr_schedule=linear"], r"optim\.lr_schedule is one of constant, cosine; got 'linear'"),
         (["placement.env_workers=0"], r"at least 1"),
     ],
 )

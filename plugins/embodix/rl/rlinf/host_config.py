@@ -18,6 +18,7 @@ from embodix.rl.rlinf.placement import Placement
 PASS_THROUGH_ENV = "realworld"
 ACTOR_GROUP, ROLLOUT_GROUP, ENV_GROUP = "ActorGroup", "RolloutGroup", "EnvGroup"
 TIMELINE_FOLDER = "timeline"
+LR_SCHEDULES = ("constant", "cosine")
 CHECKPOINT_PREFIX = "global_step_"
 
 
@@ -140,11 +141,24 @@ def _actor_node(cfg: DictConfig, model: Mapping[str, Any]) -> dict[str, Any]:
             "adam_eps": optim.adam_eps,
             "weight_decay": optim.weight_decay,
             "clip_grad": optim.clip_grad,
+            "lr_scheduler": lr_schedule(optim.lr_schedule),
+            "total_training_steps": cfg.rl.steps,  # RLinf counts training steps here, not those of the optimizer
             "lr_warmup_steps": optim.lr_warmup_steps,
             "critic_warmup_steps": optim.critic_warmup_steps,
         },
         "fsdp_config": fsdp_node(model["wrapped_layers"]),
     }
+
+
+def lr_schedule(name: str) -> str:
+    """RLinf's name of a schedule of learning rates.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in LR_SCHEDULES:
+        raise ValueError(f"optim.lr_schedule is one of {', '.join(LR_SCHEDULES)}; got {name!r}.")
+    return name
 
 
 def last_checkpoint(folder: Path) -> Path:
