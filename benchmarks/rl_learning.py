@@ -311,8 +311,8 @@ def _setting(arguments: argparse.Namespace) -> str:
     return (
         f"{TASK}, at most {EPISODE_STEPS} steps, {EXECUTED} of 10 predicted steps executed; trained by `lerobot rl` "
         "from a checkpoint of experiment=learn_metaworld, of the policy the last projection alone, learning rate "
-        f"{arguments.learning_rate} falling along a cosine, seed {arguments.seed}; {arguments.episodes} held-out episodes, without noise in "
-        "denoising; 95 % intervals: Wilson's of rates, Tango's of paired differences."
+        f"{arguments.learning_rate} falling along a cosine, seed {arguments.seed}; {arguments.episodes} held-out "
+        "episodes, without noise in denoising; 95 % intervals: Wilson's of rates, Tango's of paired differences."
     )
 
 
