@@ -31,7 +31,8 @@ for primary in primaries:
 for path in sorted(root.glob("*/**/*.yaml")):
     group, option = str(path.relative_to(root).parent), path.stem
     override = f"{group}={option}" if group in owner else f"+{group}={option}"
-    config = compose(owner.get(group, "train"), [override])
+    of_rl = group == "experiment" and option.startswith("rl_")
+    config = compose("rl" if of_rl else owner.get(group, "train"), [override])
     content = OmegaConf.load(path)
     if not path.read_text().startswith("# @package _global_") and len(content):
         assert isinstance(config[group], DictConfig), f"{override} did not land as a mapping"
