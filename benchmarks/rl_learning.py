@@ -29,7 +29,7 @@ from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.report.curves import legend
 from embodix.report.evaluation import Evaluation, SuccessRate, pair_success, read_evaluation
 from embodix.report.rl_steps import RlStep, rates, read_rl_steps
-from embodix.report.svg import WIDTH_IN, drawing, series_colour
+from embodix.report.svg import WIDTH_IN, drawing
 from embodix.report.wording import success_words
 
 TASK, TOKENIZER = "coffee-button-v3", "data/metaworld_learn/tokenizer"
@@ -273,8 +273,8 @@ def draw(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], path: Path) -> 
 def _draw_curve(axes: Axes, points: Sequence[Mapping[str, Any]], label: str, index: int) -> None:
     frames = [point["fresh_frames"] for point in points]
     low, rate, high = ([100 * point[name] for point in points] for name in ("low", "rate", "high"))
-    axes.plot(frames, rate, "o-", color=series_colour(index), label=label, markersize=4)
-    axes.fill_between(frames, low, high, color=series_colour(index), alpha=0.18, linewidth=0)
+    axes.plot(frames, rate, "o-", color=f"C{index}", label=label, markersize=4)
+    axes.fill_between(frames, low, high, color=f"C{index}", alpha=0.18, linewidth=0)
 
 
 def parse_arguments() -> argparse.Namespace:
