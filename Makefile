@@ -38,8 +38,8 @@ lint: setup ## style, types and import arrows
 	$(BIN)/mypy plugins/embodix
 	$(BIN)/lint-imports
 
-bench: setup ## run every benchmark; results land beside the scripts
-	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python "$$script"; done
+bench: setup ## run every benchmark that needs no checkpoint; results land beside the scripts
+	@set -e; for script in $$(grep -l __main__ benchmarks/*.py | xargs grep -L required=True); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 bench-rl: rl ## the shape of RL-VLA3's tables: schedules of `lerobot rl` on declared times, about 40 minutes
 	$(BIN)/lerobot bench rl experiment=rl_vla3_table1
