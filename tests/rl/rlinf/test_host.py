@@ -168,15 +168,17 @@ def test_rl_vla3_trains_every_frame_once_and_in_time(tmp_path, overrides):
 
 
 def test_two_runs_at_once_do_not_disturb_each_other_and_leave_nothing(tmp_path):
+    before = _left_behind()
     runs = [_start(tmp_path / name) for name in ("one", "other")]
     for run in runs:
         _finish(run)
     assert all(len(read_rl_steps(tmp_path / name / "metrics.jsonl")) == 3 for name in ("one", "other"))
-    assert _left_behind() == []
+    assert set(_left_behind()) <= set(before)
 
 
 @pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_takes_its_processes_along(tmp_path, ended_by, code):
+    before = _left_behind()
     run = _start(tmp_path, "rl.steps=1000")
     deadline = time.monotonic() + 1500
     while not (tmp_path / "metrics.jsonl").exists():
@@ -184,7 +186,7 @@ def test_an_interrupted_run_takes_its_processes_along(tmp_path, ended_by, code):
         time.sleep(1)
     run.send_signal(ended_by)
     _finish(run, code)
-    assert _left_behind() == []
+    assert set(_left_behind()) <= set(before)
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
