@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from embodix.report.manifest import load_manifest
 from embodix.report.rl_steps import RlStep, read_rl_steps
 from embodix.rl.rlinf.needs import missing
+from embodix.testing.rl_runs import finish_rl, frames_of_a_step, start_rl
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,20 +19,8 @@ OFF = [f"runner.options.{name}=false" for name in ("async_train", "dynamic_batch
 
 
 def _run(folder: Path, *overrides: str) -> list[RlStep]:
-    command = [
-        *(sys.executable, "-m", "embodix", "rl", "cluster.num_cpus=2", "cluster.start_timeout_s=300"),
-        *("env.step_s=0.05", "policy.inference_s={1: 0.01}", "policy.training_s={1: 0.001}"),
-        *(f"hydra.run.dir={folder}", *overrides),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    finish_rl(start_rl(folder, "cluster.start_timeout_s=300", *overrides), timeout_s=900)
     return read_rl_steps(folder / "metrics.jsonl")
-
-
-def _frames(folder: Path) -> int:
-    sizes = load_manifest(folder / "manifest.json").settings["sizes"]
-    return int(sizes["num_envs"] * sizes["rollout_epochs"] * sizes["steps_per_epoch"])
 
 
 def test_with_every_switch_off_losses_are_those_of_sync(tmp_path):
@@ -57,7 +42,7 @@ def test_asynchronous_grpo_trains_whole_groups(tmp_path):
     steps = _run(
         tmp_path, "runner=rl_vla3", "placement.env_workers=2", "optim.global_batch=128", "rl.steps=3", *overrides
     )
-    assert [step.fresh_frames for step in steps] == [_frames(tmp_path)] * 3
+    assert [step.fresh_frames for step in steps] == [frames_of_a_step(tmp_path)] * 3
     for step in steps:
         assert max(step.staleness) <= 1 and step.metrics["train/actor/grad_norm"] > 0
         assert "train/critic/value_loss" not in step.metrics
@@ -66,7 +51,7 @@ def test_asynchronous_grpo_trains_whole_groups(tmp_path):
 def test_several_steps_a_version_and_evaluation_beside_them(tmp_path):
     overrides = ["algorithm.update_epoch=2", "optim.global_batch=32", "rl.eval_every=2", "rl.steps=5"]
     steps = _run(tmp_path, "runner=rl_vla3", "placement.env_workers=2", *overrides)
-    assert [step.fresh_frames for step in steps] == [step.frames for step in steps] == [_frames(tmp_path)] * 5
+    assert [step.fresh_frames for step in steps] == [step.frames for step in steps] == [frames_of_a_step(tmp_path)] * 5
     evaluated = [step for step in steps if "eval/return" in step.metrics]
     assert [step.step for step in evaluated] == [1, 3, 4]
     for step in evaluated:

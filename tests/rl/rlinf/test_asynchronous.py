@@ -36,6 +36,7 @@ from embodix.rl.scheduling.staleness import GateSettings, StalenessGate
 from embodix.rl.scheduling.waiting import WaitTimeout
 from embodix.rl.scheduling.weights import Part
 from embodix.schema.compose import compose
+from embodix.testing.rl_updates import PPO_ALGORITHM
 from embodix.testing.virtual_clock import run_virtually
 
 
@@ -229,18 +230,6 @@ def test_weights_arrive_whole_and_do_not_follow_the_trainer():
         buffer.write(Part(2, 0, {"2.weight": torch.zeros(1)}))
 
 
-ALGORITHM = {
-    "adv_type": "gae",
-    "logprob_type": "chunk_level",
-    "clip_ratio_low": 0.2,
-    "clip_ratio_high": 0.2,
-    "clip_ratio_c": 3.0,
-    "value_clip": 0.2,
-    "huber_delta": 10.0,
-    "entropy_bonus": 0.01,
-}
-
-
 class Gaussian(nn.Module):
     """Actions of 2 steps and 3 dimensions."""
 
@@ -276,7 +265,7 @@ def test_a_streamed_gradient_is_that_of_the_whole_batch():
 
     def gradient(parts: list[ShardSamples], micro_batch: int) -> list[torch.Tensor]:
         policy.zero_grad()
-        update = StreamedUpdate(policy, objective_of(ALGORITHM, 5.0), micro_batch)
+        update = StreamedUpdate(policy, objective_of(PPO_ALGORITHM, 5.0), micro_batch)
         for part in parts:
             update.train(part, scale, version=4)
         metrics = update.finish(parameters)
@@ -305,7 +294,7 @@ def test_fresh_samples_have_no_correction_and_stale_ones_are_weighted():
     stale = ShardSamples(samples.inputs, Sampled(**{**vars(samples.sampled), "log_probs_BTA": exact - 1.0}))
     weights = []
     for one in (fresh, stale):
-        update = StreamedUpdate(policy, objective_of(ALGORITHM, 5.0), 8)
+        update = StreamedUpdate(policy, objective_of(PPO_ALGORITHM, 5.0), 8)
         update.train(one, Moments().scale(), version=0)
         weights.append(update.finish(policy.parameters()))
     assert weights[0]["actor/behaviour_weight_mean"] == pytest.approx(1.0)

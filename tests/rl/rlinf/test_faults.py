@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from embodix.report.manifest import load_manifest
 from embodix.report.rl_steps import RlStep, read_rl_steps
 from embodix.rl.rlinf.needs import missing
+from embodix.testing.rl_runs import finish_rl, frames_of_a_step, start_rl
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,21 +26,12 @@ pytestmark = [
 
 
 def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [
-        *(sys.executable, "-m", "embodix", "rl", "runner=rl_vla3", "placement.env_workers=2", "rollout.stages=2"),
-        *("cluster.num_cpus=2", "cluster.start_timeout_s=300", "env.step_s=0.05"),
-        *("policy.inference_s={1: 0.01}", "policy.training_s={1: 0.001}", f"hydra.run.dir={folder}", *overrides),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
+    sizes = ("runner=rl_vla3", "placement.env_workers=2", "rollout.stages=2")
+    return start_rl(folder, *sizes, "cluster.start_timeout_s=300", *overrides)
 
 
 def _finish(run: subprocess.Popen[str], expected: int = 0) -> str:
-    said, _ = run.communicate(timeout=600)
-    assert run.returncode == expected, said[-6000:]
-    return said
+    return finish_rl(run, expected, timeout_s=600)
 
 
 def _await(run: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
@@ -82,11 +73,6 @@ def _total(steps: list[RlStep], name: str) -> float:
     return sum(step.metrics[name] for step in steps)
 
 
-def _frames(folder: Path) -> int:
-    sizes = load_manifest(folder / "manifest.json").settings["sizes"]
-    return sizes["num_envs"] * sizes["rollout_epochs"] * sizes["steps_per_epoch"]
-
-
 def test_flaky_and_slow_environments_cost_their_trajectories_and_not_the_run(tmp_path):
     """Simulators that kill themselves again and again, and now and then take twenty times as long: every step is full,
     what was lost has no weight. Ray's object store has its least size; weights and trajectories don't go through it."""
@@ -94,7 +80,7 @@ def test_flaky_and_slow_environments_cost_their_trajectories_and_not_the_run(tmp
     slow = "env.step_s={mean_s: 0.05, straggler_probability: 0.05, straggler_factor: 20}"
     options = ["runner.options.restarts_per_hour=50", "cluster.object_store_gb=0.08", "policy.width=2048"]
     said = _finish(_start(tmp_path, "rl.steps=5", "env.crash_every_steps=23", slow, *options))
-    steps, whole = read_rl_steps(tmp_path / "metrics.jsonl"), _frames(tmp_path)
+    steps, whole = read_rl_steps(tmp_path / "metrics.jsonl"), frames_of_a_step(tmp_path)
     assert len(steps) == 5 and all(step.metrics["faults/masked_frames"] + step.frames == whole for step in steps)
     assert all(step.frames == step.fresh_frames for step in steps)
     assert _total(steps, "faults/restarts") >= 2 and _total(steps, "faults/masked_frames") > 0
@@ -138,7 +124,7 @@ def test_killed_processes_end_a_run_and_it_goes_on_with_the_trajectories_that_wa
     said = _kill(run, second, "ActorGroup")
     assert "A process of trainer failed (rank 0: ActorDiedError" in said
     assert "No checkpoint: the training process does not answer." in said
-    steps, whole = read_rl_steps(second / "metrics.jsonl"), _frames(second)
+    steps, whole = read_rl_steps(second / "metrics.jsonl"), frames_of_a_step(second)
     assert [step.step for step in steps[:3]] == [1, 2, 3]
     assert all(step.frames == step.fresh_frames == whole for step in steps)
     assert 1 in steps[0].staleness  # of version 0, in the step of version 1

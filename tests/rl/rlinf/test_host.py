@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from embodix.report.manifest import load_manifest
 from embodix.report.rl_steps import rates, read_rl_steps
 from embodix.report.timeline import read_timeline
 from embodix.rl.rlinf.needs import missing
+from embodix.testing.rl_runs import finish_rl, frames_of_a_step, start_rl
 
 pytestmark = [
     pytest.mark.slow,
@@ -80,21 +80,7 @@ def _python(script: str) -> str:
 
 
 def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [
-        *(sys.executable, "-m", "embodix", "rl", "rl.steps=3", "cluster.num_cpus=2", "cluster.start_attempts=10"),
-        *("env.step_s=0.02", "policy.inference_s={1: 0.01}", "policy.training_s={1: 0.001}"),
-        *(f"hydra.run.dir={folder}", *overrides),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    )
-
-
-def _finish(run: subprocess.Popen[str], expected: int = 0) -> str:
-    said, _ = run.communicate(timeout=1800)
-    assert run.returncode == expected, said[-4000:]
-    return said
+    return start_rl(folder, "rl.steps=3", "cluster.start_attempts=10", "env.step_s=0.02", *overrides)
 
 
 def _left_behind() -> list[str]:
@@ -121,7 +107,7 @@ def test_latency_policy_recomputes_its_log_probabilities():
     ids=["sync", "grpo", "pipeline"],
 )
 def test_synchronous_runs_use_every_frame_once(tmp_path, overrides):
-    said = _finish(_start(tmp_path, *overrides))
+    said = finish_rl(_start(tmp_path, *overrides))
     steps = read_rl_steps(tmp_path / "metrics.jsonl")
     assert [step.frames for step in steps] == [step.fresh_frames for step in steps]
     assert all(step.frames > 0 and set(step.staleness) == {0} for step in steps)
@@ -136,7 +122,7 @@ def test_synchronous_runs_use_every_frame_once(tmp_path, overrides):
 @pytest.mark.parametrize("decoupled", ["false", "true"])
 def test_asynchronous_runs_train_on_frames_again(tmp_path, decoupled):
     overrides = ["runner=rlinf_async", f"runner.options.decoupled={decoupled}", "placement.env_workers=2", "rl.steps=6"]
-    _finish(_start(tmp_path, *overrides, "env.step_s=0.3"))
+    finish_rl(_start(tmp_path, *overrides, "env.step_s=0.3"))
     counted = rates(read_rl_steps(tmp_path / "metrics.jsonl"), warmup_steps=1)
     assert counted.reuse > 1.2
     assert counted.fresh_frames_per_s < counted.trained_frames_per_s
@@ -153,10 +139,9 @@ def test_asynchronous_runs_train_on_frames_again(tmp_path, decoupled):
     ids=["everything", "async_train", "batching and streaming"],
 )
 def test_rl_vla3_trains_every_frame_once_and_in_time(tmp_path, overrides):
-    _finish(_start(tmp_path, "runner=rl_vla3", "placement.env_workers=2", "env.step_s=0.05", *overrides))
+    finish_rl(_start(tmp_path, "runner=rl_vla3", "placement.env_workers=2", "env.step_s=0.05", *overrides))
     steps = read_rl_steps(tmp_path / "metrics.jsonl")
-    sizes = load_manifest(tmp_path / "manifest.json").settings["sizes"]
-    frames = sizes["num_envs"] * sizes["rollout_epochs"] * sizes["steps_per_epoch"]
+    frames = frames_of_a_step(tmp_path)
     assert [step.frames for step in steps] == [step.fresh_frames for step in steps] == [frames] * 3
     most = 0 if "runner.options.async_train=false" in overrides else 2
     assert all(max(step.staleness) <= most and min(step.staleness) >= 0 for step in steps)
@@ -171,7 +156,7 @@ def test_two_runs_at_once_do_not_disturb_each_other_and_leave_nothing(tmp_path):
     before = _left_behind()
     runs = [_start(tmp_path / name) for name in ("one", "other")]
     for run in runs:
-        _finish(run)
+        finish_rl(run)
     assert all(len(read_rl_steps(tmp_path / name / "metrics.jsonl")) == 3 for name in ("one", "other"))
     assert set(_left_behind()) <= set(before)
 
@@ -185,11 +170,11 @@ def test_an_interrupted_run_takes_its_processes_along(tmp_path, ended_by, code):
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(1)
     run.send_signal(ended_by)
-    _finish(run, code)
+    finish_rl(run, code)
     assert set(_left_behind()) <= set(before)
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
-    _finish(_start(tmp_path / "first", "rl.save_every=1"))
-    _finish(_start(tmp_path / "second", f"resume={tmp_path / 'first'}", "rl.steps=5"))
+    finish_rl(_start(tmp_path / "first", "rl.save_every=1"))
+    finish_rl(_start(tmp_path / "second", f"resume={tmp_path / 'first'}", "rl.steps=5"))
     assert [step.step for step in read_rl_steps(tmp_path / "second" / "metrics.jsonl")] == [3, 4]

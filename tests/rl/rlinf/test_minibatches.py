@@ -20,17 +20,8 @@ from embodix.rl.rlinf.asynchronous.minibatches import MiniBatches, OneStep, join
 from embodix.rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of
 from embodix.rl.rlinf.needs import missing
 from embodix.rl.scheduling.normalization import Scale
+from embodix.testing.rl_updates import GRPO_ALGORITHM
 
-ALGORITHM = {
-    "adv_type": "grpo",
-    "logprob_type": "chunk_level",
-    "clip_ratio_low": 0.2,
-    "clip_ratio_high": 0.2,
-    "clip_ratio_c": 3.0,
-    "value_clip": 0.2,
-    "huber_delta": 10.0,
-    "entropy_bonus": 0.0,
-}
 STEPS, ENVS = 3, 2
 
 
@@ -66,7 +57,7 @@ def _samples(policy: Gaussian, shard: str, generator: torch.Generator, stale: fl
 
 def _update(policy: Gaussian, size: int | None = None, epochs: int = 1) -> tuple[Any, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.05)
-    gradient = StreamedUpdate(policy, objective_of(ALGORITHM, 5.0), micro_batch=3)
+    gradient = StreamedUpdate(policy, objective_of(GRPO_ALGORITHM, 5.0), micro_batch=3)
 
     def step() -> dict[str, float]:
         optimizer.step()

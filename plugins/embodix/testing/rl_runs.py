@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of `lerobot rl` on declared times, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from embodix.report.manifest import load_manifest
+
+
+def start_rl(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Begin a run of short declared times in `folder`; a later override wins."""
+    command = [
+        *(sys.executable, "-m", "embodix", "rl", "cluster.num_cpus=2", "env.step_s=0.05"),
+        *("policy.inference_s={1: 0.01}", "policy.training_s={1: 0.001}", f"hydra.run.dir={folder}", *overrides),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+def finish_rl(run: subprocess.Popen[str], expected: int = 0, timeout_s: float = 1800.0) -> str:
+    """Wait for a run; what it said.
+
+    Raises:
+        AssertionError: it ended with another code than `expected`.
+    """
+    said, _ = run.communicate(timeout=timeout_s)
+    assert run.returncode == expected, said[-6000:]
+    return said
+
+
+def frames_of_a_step(folder: Path) -> int:
+    """Action steps that a training step of a run trains on, over all environments."""
+    sizes = load_manifest(folder / "manifest.json").settings["sizes"]
+    return int(sizes["num_envs"] * sizes["rollout_epochs"] * sizes["steps_per_epoch"])
