@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from embodix.cli.hydra_app import run_hydra_app
+from embodix.cli.hydra_app import INTERRUPTED, begun_overrides, run_hydra_app
 
 if TYPE_CHECKING:
     from embodix.report.rl_bench import BenchReport, VariantEntry
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from embodix.rl.bench.variants import BenchVariant
 
 BENCHES = {"rl": "what the schedules of `lerobot rl` make of the same work"}
-INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 
 
 def rl_task(cfg: DictConfig, overrides: list[str], experiment: str | None, folder: Path) -> bool:
@@ -80,14 +79,9 @@ def _resumed(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, list[st
     from embodix.schema.compose import compose
 
     folder = Path(cfg.bench.resume)
-    recorded, job = folder / ".hydra" / "overrides.yaml", folder / ".hydra" / "hydra.yaml"
-    if not recorded.is_file() or OmegaConf.load(job).hydra.job.config_name != "bench_rl":
-        raise ValueError(f"bench.resume={folder} is no folder of `lerobot bench rl` ({recorded} is missing).")
-    others = [word for word in overrides if not word.startswith("bench.resume=")]
-    if others:
-        raise ValueError(f"A bench is resumed as it was begun; leave out {', '.join(others)}.")
-    begun = [str(word) for word in OmegaConf.load(recorded)]
-    experiment = OmegaConf.load(job).hydra.runtime.choices.experiment
+    begun = begun_overrides(folder, "bench_rl", "lerobot bench rl", "bench.resume", overrides)
+    job = OmegaConf.load(folder / ".hydra" / "hydra.yaml")
+    experiment = job.hydra.runtime.choices.experiment
     return compose("bench_rl", begun), begun, experiment, folder
 
 

@@ -6,12 +6,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from embodix.cli.hydra_app import run_hydra_app
+from embodix.cli.hydra_app import INTERRUPTED, begun_overrides, run_hydra_app
 from embodix.schema.compose import compose
-
-INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 
 
 def eval_task(cfg: DictConfig) -> float:
@@ -23,7 +21,7 @@ def eval_task(cfg: DictConfig) -> float:
     output_dir, overrides = Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task)
     if cfg.resume is not None:
         output_dir = Path(cfg.resume)
-        overrides = recorded_overrides(output_dir, overrides)
+        overrides = begun_overrides(output_dir, "eval", "lerobot eval", "resume", overrides)
         cfg = compose("eval", [override for override in overrides if not override.startswith("hydra")])
         cfg.resume = str(output_dir)
     if cfg.strict_plugins:  # before the host is imported, which takes long
@@ -37,21 +35,6 @@ def eval_task(cfg: DictConfig) -> float:
     print_evaluations(evaluations)
     print(f"Page: {output_dir / PAGE_FILE}")
     return evaluations[0].success.rate
-
-
-def recorded_overrides(folder: Path, overrides: list[str]) -> list[str]:
-    """The overrides of an interrupted evaluation.
-
-    Raises:
-        ValueError: no evaluation in the folder, or overrides beside ``resume``: other episodes could not be joined.
-    """
-    recorded, job = folder / ".hydra" / "overrides.yaml", folder / ".hydra" / "hydra.yaml"
-    if not recorded.is_file() or OmegaConf.load(job).hydra.job.config_name != "eval":
-        raise ValueError(f"resume={folder} is no folder of an evaluation ({recorded} of `lerobot eval` is missing).")
-    others = [override for override in overrides if not override.startswith("resume=")]
-    if others:
-        raise ValueError(f"An evaluation is resumed as it was begun; leave out {', '.join(others)}.")
-    return [str(override) for override in OmegaConf.load(recorded)]
 
 
 def run(argv: list[str]) -> int:

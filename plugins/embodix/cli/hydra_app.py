@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -26,6 +27,7 @@ from embodix.schema.compose import register_schemas
 
 CONFIG_PACKAGE = "pkg://embodix.hydra_conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
+INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 USER_MISTAKES = (HydraException, OmegaConfBaseException)
 
 
@@ -50,6 +52,28 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     finally:
         os.environ[FULL_ERROR] = "1" if wants_traceback else "0"
     return 0
+
+
+def begun_overrides(folder: Path, config_name: str, verb: str, key: str, overrides: list[str]) -> list[str]:
+    """The overrides that the run in a folder was begun with.
+
+    Args:
+        folder: that `key` names.
+        config_name: the primary config of such a run.
+        verb: its command, for messages.
+        key: the override that resumes, without its value.
+        overrides: of this command line; none but `key` may be among them, since a run is resumed as it was begun.
+
+    Raises:
+        ValueError: no such run in the folder, or other overrides.
+    """
+    recorded, job = folder / ".hydra" / "overrides.yaml", folder / ".hydra" / "hydra.yaml"
+    if not recorded.is_file() or OmegaConf.load(job).hydra.job.config_name != config_name:
+        raise ValueError(f"{key}={folder} is no folder of `{verb}` ({recorded} is missing).")
+    others = [word for word in overrides if not word.startswith(f"{key}=")]
+    if others:
+        raise ValueError(f"A run of `{verb}` is resumed as it was begun; leave out {', '.join(others)}.")
+    return [str(word) for word in OmegaConf.load(recorded)]
 
 
 def explain(error: BaseException, config_name: str, argv: list[str]) -> str:

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from embodix.cli.hydra_app import run_hydra_app
-
-INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
+from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app
 
 
 def rl_task(cfg: DictConfig) -> float:
