@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from embodix.report import evaluation_wording as wording
 from embodix.report.evaluation import (
     EpisodeRecord,
@@ -20,7 +18,7 @@ from embodix.report.evaluation import (
     success_by_task,
 )
 from embodix.report.film import film_strip
-from embodix.report.html import page_environment, provenance_texts
+from embodix.report.html import markup_of, page_environment, provenance_texts
 from embodix.report.success_plots import episode_lengths, rates_by_task
 from embodix.report.wording import GLOSSARY
 
@@ -60,16 +58,12 @@ def render_evaluations(evaluated: Sequence[EvaluatedFolder], page_folder: Path) 
         evaluations=evaluations,
         tasks=_task_rows(evaluations),
         warnings=wording.warnings(evaluations),
-        figures={"rates": _markup(rates_by_task(evaluations)), "lengths": _markup(episode_lengths(evaluations))},
+        figures=markup_of({"rates": rates_by_task(evaluations), "lengths": episode_lengths(evaluations)}),
         pictures=_pictures(evaluated, page_folder),
         provenance=_provenance(evaluations),
         settings=[(evaluation.name, json.dumps(_settings(evaluation), indent=2)) for evaluation in evaluations],
         glossary={**{term: GLOSSARY[term] for term in TERMS}, **wording.GLOSSARY},
     )
-
-
-def _markup(svg: str | None) -> Markup | None:
-    return None if svg is None else Markup(svg)
 
 
 def _pairs(evaluations: Sequence[Evaluation]) -> list[wording.Pair]:

@@ -68,6 +68,11 @@ def _figures(report: CompareReport) -> dict[str, Markup | None]:
         "tokens": plots.tokens_per_sample(report),
         "success": plots.success_rates(report),
     }
+    return markup_of(drawn)
+
+
+def markup_of(drawn: Mapping[str, str | None]) -> dict[str, Markup | None]:
+    """Drawings for a template, which must not escape them; None where there is nothing to draw."""
     return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from embodix.report import rl_bench_plots as plots
 from embodix.report import rl_bench_wording as wording
-from embodix.report.html import page_environment, provenance_rows
+from embodix.report.html import markup_of, page_environment, provenance_rows
 from embodix.report.manifest import write_text_atomically
 from embodix.report.rl_bench import BenchReport, VariantResult
 from embodix.report.runs import Run
@@ -77,7 +77,7 @@ def _figures(report: BenchReport) -> dict[str, Markup | None]:
         "progress": plots.progress_figure(report),
         "legend": plots.gantt_legend(),
     }
-    return {name: None if svg is None else Markup(svg) for name, svg in drawn.items()}
+    return markup_of(drawn)
 
 
 def _timelines(report: BenchReport) -> list[tuple[str, Markup]]:
