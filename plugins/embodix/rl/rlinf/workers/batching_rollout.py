@@ -122,7 +122,7 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
 
     def _serve_evaluation(self, input_channel: Any, output_channel: Any) -> None:
         """Answer requests of evaluations too, in batches of their own: whatever is there, whenever it comes."""
-        num_stages = self.placement.get_world_size("env") * self.num_pipeline_stages
+        num_stages = self._num_shards()  # of evaluation there are as many
         limits = FixedLimits(BatchLimits(num_stages, 0.0))
         inbox = Mailbox[Request[Any]](self._name, num_stages, self._settings.deadline_s)
         batcher = DynamicBatcher(inbox, limits, name=self._name, clients="evaluations", deadline_s=float("inf"))
@@ -144,16 +144,18 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
                 answer.add_done_callback(answers.discard)
             batcher.observe(batch, time.perf_counter() - begun)
 
+    def _num_shards(self) -> int:
+        return int(self.placement.get_world_size("env") * self.num_pipeline_stages)
+
     def _share_of_shards(self) -> int:
         """Requests that a worker may hold; more would be kept from other workers, which may be free."""
-        num_shards = self.placement.get_world_size("env") * self.num_pipeline_stages
-        return math.ceil(num_shards / self.placement.get_world_size("rollout"))
+        return math.ceil(self._num_shards() / self.placement.get_world_size("rollout"))
 
     def _limits(self) -> BatchPolicy:
-        settings, num_workers = self._settings, self.placement.get_world_size("env")
+        settings = self._settings
         if not settings.dynamic_batching:
-            return FixedLimits(BatchLimits(num_workers, float("inf")))
-        most = settings.max_batch or num_workers * self.num_pipeline_stages
+            return FixedLimits(BatchLimits(self.placement.get_world_size("env"), float("inf")))
+        most = settings.max_batch or self._num_shards()
         if settings.max_wait_s is None:
             return AdaptiveLimits(most)
         return FixedLimits(BatchLimits(most, settings.max_wait_s))
