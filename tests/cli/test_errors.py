@@ -37,6 +37,7 @@ def train(run_verb: Command, tmp_path: Path, demonstrations: Path) -> Callable[.
         ("atention=varlen", "'atention' is neither a group nor a field of train; did you mean attention"),
         ("attention=varlenn", "'varlenn' is no option of group 'attention' (auto, "),
         ("attention=varlenn", "; did you mean varlen or torch_varlen?"),
+        ("experiment=rl_runners", "experiment=rl_runners belongs to bench_rl, rl; train can't have it."),
         ("policy=pi05_smal", "; did you mean pi05_small or pi05?"),
         ("train.stepz=3", "'train.stepz' is neither a group nor a field of train; did you mean train.steps or"),
         ("policy.chunk_sise=3", "did you mean policy.chunk_size or"),

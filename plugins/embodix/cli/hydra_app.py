@@ -22,10 +22,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from embodix import hydra_conf
 from embodix.patching import PatchError
-from embodix.schema.compose import register_schemas
+from embodix.schema.compose import compose, register_schemas
 
 CONFIG_PACKAGE = "pkg://embodix.hydra_conf"
+CONFIG_NAMES = sorted(path.stem for folder in hydra_conf.__path__ for path in Path(folder).glob("*.yaml"))
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 USER_MISTAKES = (HydraException, OmegaConfBaseException)
@@ -90,6 +92,8 @@ def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
 
 def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
     overrides = _parsable_overrides(words)
+    if misplaced := _misplaced_hints(config_name, overrides):
+        return misplaced
     keys, groups = _known_names(config_name, overrides)
     hints = []
     for override in overrides:
@@ -102,6 +106,24 @@ def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
             hint = _did_you_mean(nearest) if nearest or parent not in groups else _choose_first(parent, groups[parent])
             hints.append(f"{name!r} is neither a group nor a field of {config_name}; {hint}")
     return hints
+
+
+def _misplaced_hints(config_name: str, overrides: list[Override]) -> list[str]:
+    """For experiments of other commands."""
+    hints = []
+    for line in (str(o.input_line) for o in overrides if o.key_or_group == "experiment"):
+        fitting = [name for name in CONFIG_NAMES if _composes(name, line)]
+        if fitting and config_name not in fitting:
+            hints.append(f"{line} belongs to {', '.join(fitting)}; {config_name} can't have it.")
+    return hints
+
+
+def _composes(config_name: str, override: str) -> bool:
+    try:
+        compose(config_name, [override])
+    except USER_MISTAKES:
+        return False
+    return True
 
 
 def _parsable_overrides(words: list[str]) -> list[Override]:
