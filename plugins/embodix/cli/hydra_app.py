@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from embodix import hydra_conf
 from embodix.patching import PatchError
-from embodix.schema.compose import compose, register_schemas
+from embodix.schema.compose import CONFIG_MODULE, compose, register_schemas
 
-CONFIG_PACKAGE = "pkg://embodix.hydra_conf"
-CONFIG_NAMES = sorted(path.stem for folder in hydra_conf.__path__ for path in Path(folder).glob("*.yaml"))
+CONFIG_PACKAGE = f"pkg://{CONFIG_MODULE}"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 USER_MISTAKES = (HydraException, OmegaConfBaseException)
@@ -110,9 +109,12 @@ def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
 
 def _misplaced_hints(config_name: str, overrides: list[Override]) -> list[str]:
     """For experiments of other commands."""
+    config_names = sorted(
+        Path(file.name).stem for file in files(CONFIG_MODULE).iterdir() if file.name.endswith(".yaml")
+    )
     hints = []
     for line in (str(o.input_line) for o in overrides if o.key_or_group == "experiment"):
-        fitting = [name for name in CONFIG_NAMES if _composes(name, line)]
+        fitting = [name for name in config_names if _composes(name, line)]
         if fitting and config_name not in fitting:
             hints.append(f"{line} belongs to {', '.join(fitting)}; {config_name} can't have it.")
     return hints
@@ -158,7 +160,7 @@ def _did_you_mean(nearest: list[str]) -> str:
 
 def _known_names(config_name: str, overrides: list[Override]) -> tuple[list[str], dict[str, list[str]]]:
     """Every field (dotted) of the config with the options chosen so far, and every group with its options."""
-    with hydra.initialize_config_module("embodix.hydra_conf", version_base="1.3"):
+    with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         groups = {group: loader.get_group_options(group) for group in loader.list_groups("")}
         chosen = [o.input_line for o in overrides if o.value() in groups.get(o.key_or_group, [])]
