@@ -90,8 +90,11 @@ def _worker(waits_for_all: bool, crashes: dict[int, int]) -> Any:
     )
 
 
-async def _run(waits_for_all: bool, crashes: dict[int, int]) -> dict[str, Any]:
-    """Two trajectories of each of two shards; what came on each channel."""
+async def _run(waits_for_all: bool, crashes: dict[int, int], *, late_leave: bool = False) -> dict[str, Any]:
+    """Two trajectories of each of two shards; what came on each channel. Values count the requests of a shard.
+
+    With `late_leave` there is none before the trajectory before was delivered.
+    """
     from embodix.rl.rlinf.asynchronous.exchange import Asks, Delivered, Masked, answers_key, samples_key, tickets_key
     from embodix.rl.rlinf.workers.shard_env import Shard
     from embodix.rl.scheduling.staleness import Ticket
@@ -101,50 +104,84 @@ async def _run(waits_for_all: bool, crashes: dict[int, int]) -> dict[str, Any]:
     shards = [Shard(worker, stage, inbox, requests, actor, events) for stage in range(2)]
     asked = {shard.name: 0 for shard in shards}
     delivered: list[Delivered] = []
-    answer = SimpleNamespace(
-        actions=torch.zeros(1, 2, 1),
-        prev_logprobs=torch.zeros(1, 2, 1),
-        prev_values=torch.zeros(1, 1),
-        bootstrap_values=None,
-        forward_inputs={"action": torch.zeros(1, 2)},
-        versions=torch.zeros(1, 2, 1),
-    )
 
     async def infer() -> None:
         while True:
             request = (await requests.queue("requests").get())["item"]
             asked[request.client] += 1
-            await inbox.queue(answers_key(request.client)).put({"item": answer})
+            await inbox.queue(answers_key(request.client)).put({"item": _answer(asked[request.client])})
+
+    async def give(shard: str, number: int) -> None:
+        while late_leave and number > 1 + sum(one.ticket.who == shard for one in delivered):
+            await asyncio.sleep(0)
+        ticket = Ticket(number, 0, 0, 1, shard) if number <= 2 else None
+        await inbox.queue(tickets_key(shard)).put({"item": ticket})
 
     async def gate() -> None:
         given = {shard.name: 0 for shard in shards}
-        while True:
-            event = (await events.queue("events").get())["item"]
-            if isinstance(event, Asks):
-                given[event.shard] += 1
-                ticket = Ticket(given[event.shard], 0, 0, 1, event.shard) if given[event.shard] <= 2 else None
-                await inbox.queue(tickets_key(event.shard)).put({"item": ticket})
-            elif isinstance(event, Delivered):
-                delivered.append(event)
+        async with asyncio.TaskGroup() as giving:
+            while True:
+                event = (await events.queue("events").get())["item"]
+                if isinstance(event, Asks):
+                    given[event.shard] += 1
+                    giving.create_task(give(event.shard, given[event.shard]))
+                elif isinstance(event, Delivered):
+                    delivered.append(event)
 
     serving = [asyncio.ensure_future(work()) for work in (infer, gate)]
     await asyncio.gather(*(shard.run() for shard in shards))
     await asyncio.sleep(0.1)
     for task in serving:
         task.cancel()
-    sent = {}
+    sent, values = {}, {}
     for shard in shards:
         queue = actor.queue(samples_key(shard.name))
         items = [queue.get_nowait()["item"] for _ in range(queue.qsize())]
         sent[shard.name] = [not isinstance(item, Masked) for item in items]
+        values[shard.name] = [item.prev_values.flatten().tolist() for item in items if not isinstance(item, Masked)]
     valid = {name: [one.valid for one in delivered if one.ticket.who == name] for name in asked}
-    return {"asked": asked, "sent": sent, "delivered": valid}
+    return {"asked": asked, "sent": sent, "delivered": valid, "values": values}
 
 
-def test_trajectories_come_whole_without_a_fault():
-    came = asyncio.run(_run(False, {}))
+def _answer(value: float) -> Any:
+    from rlinf.data.embodied_io_struct import RolloutResult
+
+    return RolloutResult(
+        actions=torch.zeros(1, 2, 1),
+        prev_logprobs=torch.zeros(1, 2, 1),
+        prev_values=torch.full((1, 1), float(value)),
+        bootstrap_values=torch.ones(1, 1),
+        forward_inputs={"action": torch.zeros(1, 2)},
+        versions=torch.zeros(1, 2, 1),
+    )
+
+
+@pytest.mark.parametrize("waits_for_all", [False, True])
+@pytest.mark.parametrize("late_leave", [False, True])
+def test_trajectories_come_whole_without_a_fault(waits_for_all, late_leave):
+    came = asyncio.run(_run(waits_for_all, {}, late_leave=late_leave))
     assert came["sent"] == came["delivered"] == {"env 0 shard 0": [True, True], "env 0 shard 1": [True, True]}
-    assert set(came["asked"].values()) == {2 * (NUM_STEPS + 1)}
+    shares_an_answer = not waits_for_all and not late_leave
+    first = 4.0 if shares_an_answer else 5.0
+    for of_shard in came["values"].values():
+        assert of_shard == [[1.0, 2.0, 3.0, 4.0], [first, first + 1, first + 2, first + 3]]
+    assert set(came["asked"].values()) == {2 * (NUM_STEPS + 1) - shares_an_answer}
+
+
+@pytest.mark.parametrize(("life", "value"), [(0, 7.0), (1, 8.0)])
+def test_an_answer_from_before_a_restart_is_not_used(life, value):
+    from embodix.rl.rlinf.workers.shard_env import Shard, _Answered
+
+    async def first_answer() -> Any:
+        inbox = Channel()
+        shard = Shard(_worker(False, {}), 0, inbox, Channel(), Channel(), Channel())
+        shard._answered = _Answered(_answer(7.0), life=0)
+        await inbox.put({"item": _answer(8.0)}, f"answers {shard.name}", True).async_wait()
+        return await shard._first_answer(_worker(False, {}).begin(0), life)
+
+    answer = asyncio.run(first_answer())
+    assert answer.prev_values.item() == value
+    assert (answer.bootstrap_values is None) == (life == 0)
 
 
 @pytest.mark.parametrize("waits_for_all", [False, True])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -166,8 +167,20 @@ async def _run_all(shards: list[Shard]) -> None:
             running.create_task(shard.run(), name=shard.name)
 
 
+@dataclass(frozen=True)
+class _Answered:
+    """An answer to the last observation of a trajectory, and the life of the simulators that were observed."""
+
+    answer: Any
+    life: int
+
+
 class Shard:
-    """One stage of a worker."""
+    """One stage of a worker.
+
+    The last observation of a trajectory is asked about for its value. Under auto-reset the next trajectory begins with
+    the same observation: it is asked about once where there is leave to go on, an inference less a trajectory.
+    """
 
     def __init__(
         self, worker: ShardEnvWorker, stage: int, inbox: Any, rollout_channel: Any, actor_channel: Any, events: Any
@@ -181,24 +194,49 @@ class Shard:
         self._events = ChannelSend[Event](events, EVENTS)
         self._worked_s: float | None = None
         self._num_asked = 0  # requests of the trajectory under way
+        self._leave: asyncio.Future[Ticket | None] | None = None  # that was asked for
+        self._answered: _Answered | None = None  # what the next trajectory begins with
+        # Only where the next trajectory begins with what this one ends with.
+        self._asks_early = bool(worker.cfg.env.train.auto_reset) and not worker._waits_for_all
 
     async def run(self) -> None:
         """Trajectories, as long as there is leave."""
-        while (ticket := await self._leave()) is not None:
-            self._num_asked = 0
-            try:
-                trajectory, metrics = await self._trajectory()
-                await self._samples.send(trajectory)
-                await self._events.send(Delivered(ticket, metrics))
-            except SimulatorLostError:
-                await self._keep_pace()
-                await self._samples.send(Masked())
-                await self._events.send(Delivered(ticket, {}, valid=False))
+        try:
+            while (ticket := await self._next_leave()) is not None:
+                await self._generate(ticket)
+        finally:
+            if self._leave is not None:
+                self._leave.cancel()
 
-    async def _leave(self) -> Ticket | None:
+    async def _generate(self, ticket: Ticket) -> None:
+        self._num_asked = 0
+        try:
+            trajectory, metrics = await self._trajectory()
+            await self._samples.send(trajectory)
+            await self._events.send(Delivered(ticket, metrics))
+        except SimulatorLostError:
+            await self._keep_pace()
+            await self._samples.send(Masked())
+            await self._events.send(Delivered(ticket, {}, valid=False))
+
+    async def _next_leave(self) -> Ticket | None:
+        if self._leave is None:
+            self._ask_for_leave()
+        leave, self._leave = self._leave, None
+        assert leave is not None
+        return await leave
+
+    def _ask_for_leave(self) -> None:
+        self._leave = asyncio.ensure_future(self._receive_leave())
+
+    async def _receive_leave(self) -> Ticket | None:
         await self._events.send(Asks(self.name))
         async with waiting(self.name, "trainer", "leave to generate", self._worker._deadline_s):
             return await self._tickets.receive()
+
+    def _has_leave(self) -> bool:
+        """For the trajectory after the one under way."""
+        return self._leave is not None and self._leave.done() and self._leave.result() is not None
 
     async def _keep_pace(self) -> None:
         """Make the requests that are left of a lost trajectory where inference waits for those of every worker."""
@@ -215,7 +253,9 @@ class Shard:
         seen = await self._simulate(worker.begin, stage, life=None)
         life = worker.simulators.life
         for step in range(worker.n_train_chunk_steps):
-            answer = await self._act(seen)
+            answer = await self._act(seen) if step else await self._first_answer(seen, life)
+            if self._asks_early and step == worker.n_train_chunk_steps - 1:
+                self._ask_for_leave()
             collected.append_step_result(self._step_result(seen, answer, is_last=False))
             begun = time.perf_counter()
             seen, ended = await self._simulate(worker.env_interact_step, answer.actions, stage, life=life)
@@ -223,9 +263,18 @@ class Shard:
             for name, values in ended.items() if self._counts(step) else ():
                 metrics.setdefault(f"env/{name}", []).extend(values.flatten().float().tolist())
         await self._simulate(worker.end, stage, seen, life=life)
+        goes_on = self._has_leave()
         answer = await self._act(seen)
+        self._answered = _Answered(answer, life) if goes_on else None
         collected.append_step_result(self._step_result(seen, answer, is_last=True))
         return collected.to_trajectory(), metrics
+
+    async def _first_answer(self, seen: EnvOutput, life: int) -> Any:
+        """The answer to the last observation of the trajectory before, where there was leave for this one by then."""
+        answered, self._answered = self._answered, None
+        if answered is not None and answered.life == life:
+            return replace(answered.answer, bootstrap_values=None)
+        return await self._act(seen)
 
     def _counts(self, step: int) -> bool:
         """Whether what a step says of episodes is final; without auto-reset only the last one's is."""
