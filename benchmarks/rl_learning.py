@@ -2,8 +2,9 @@
 """What `lerobot rl` makes of a partly trained policy: PPO and GRPO, synchronous and asynchronous, to the same frames.
 
 A small π0.5 that `experiment=learn_metaworld` has trained for a part of its steps goes on in MetaWorld, each run in
-processes of its own. The initial policy and the checkpoints of every run then act in the same held-out episodes by
-`lerobot eval`, without noise in denoising.
+processes of its own. Two measures: returns of the episodes that are trained on, all whole and each begun elsewhere, by
+the policy with its noise, which is what PPO and GRPO improve; and success of the initial policy and of the checkpoints
+in the same held-out episodes by `lerobot eval`, without noise in denoising.
 
     lerobot train experiment=learn_metaworld train.steps=600 train.save_freq=200 hydra.run.dir=outputs/learn_early
     python benchmarks/rl_learning.py --start outputs/learn_early/run/checkpoints/000400
@@ -19,11 +20,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import t
 
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.report.curves import legend
@@ -32,25 +36,31 @@ from embodix.report.rl_steps import RlStep, rates, read_rl_steps
 from embodix.report.svg import WIDTH_IN, drawing
 from embodix.report.wording import success_words
 
-TASK, TOKENIZER = "coffee-button-v3", "data/metaworld_learn/tokenizer"
-EPISODE_STEPS, EXECUTED, NUM_ENVS = 150, 10, 16
+TASK, TOKENIZER = "button-press-topdown-v3", "data/metaworld_learn/tokenizer"
+EPISODE_STEPS, EXECUTED, NUM_ENVS, EPISODES_OF_VERSION = 100, 10, 16, 32
 INITIAL = "initial"
 ENVIRONMENT = ["env=metaworld", f"env.task={TASK}", f"env.episode_length={EPISODE_STEPS}"]
 COMMON = [
     *ENVIRONMENT,
     "policy=pi05_small",
     f"tokenizer.directory={TOKENIZER}",
-    "trainable=[action_out_proj]",
-    "sampler={noise_level: 1.0}",
+    # What denoises. With an epsilon above the gradients' elements, parameters without signal stay where they are.
+    "trainable=[gemma_expert,action_in_proj,action_out_proj,time_mlp]",
+    "optim.adam_eps=1.0e-2",
+    "sampler={noise_level: 1.0, stochastic_steps: all}",
     f"rollout.num_envs={NUM_ENVS}",
+    f"rollout.steps={EPISODE_STEPS}",
+    f"rollout.epochs={EPISODES_OF_VERSION // NUM_ENVS}",
+    "rollout.auto_reset=false",
     f"rollout.chunk={EXECUTED}",
     "reward.source=progress",
     "reward.scale=0.1",
     "reward.success_bonus=1.0",
     "optim.weight_decay=0.0",
     "optim.lr_schedule=cosine",
+    "optim.global_batch=160",
     "optim.micro_batch=40",
-    "algorithm.update_epoch=3",
+    "algorithm.update_epoch=2",
     "cluster.num_cpus=2",
     "cluster.start_timeout_s=300",
 ]
@@ -58,13 +68,11 @@ ALGORITHMS = {
     "ppo": [
         "algorithm=ppo",
         "algorithm.gamma=0.9",
-        "algorithm.gae_lambda=0.9",
-        "rollout.steps=100",
-        "optim.global_batch=80",
-        "optim.value_lr=2.0e-3",
-        "optim.critic_warmup_steps=6",  # of the first version
+        "algorithm.gae_lambda=0.95",
+        "optim.value_lr=1.0e-2",
+        "optim.critic_warmup_steps=8",  # of the first two versions
     ],
-    "grpo": ["algorithm=grpo", "rollout.group_size=4", "rollout.steps=150", "optim.global_batch=120"],
+    "grpo": ["algorithm=grpo", "rollout.group_size=8"],
 }
 RUNNERS = {"sync": ["runner=sync"], "rl_vla3": ["runner=rl_vla3", "rollout.stages=2"]}
 
@@ -185,27 +193,74 @@ def _point(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def training_curve(run: Run, num_bins: int = 4) -> list[dict[str, Any]]:
-    """Return and success of the episodes that ended in training, whose actions have noise, over parts of the run."""
-    steps = run.steps()
-    width = -(-len(steps) // num_bins)
-    rows = []
-    for begin in range(0, len(steps), width):
-        part = [(step.metrics, step.metrics.get("env/num_trajectories", 0)) for step in steps[begin : begin + width]]
-        ended = [(metrics, int(count)) for metrics, count in part if count]
-        total = sum(count for _, count in ended)
-        if not total:
-            continue
-        solved = round(sum(metrics["env/success_once"] * count for metrics, count in ended))
-        rows.append(
-            {
-                "run": run.name,
-                "steps": f"{begin} to {min(begin + width, len(steps)) - 1}",
-                "mean_return": sum(metrics["env/return"] * count for metrics, count in ended) / total,
-                "success": success_words(SuccessRate.of([True] * solved + [False] * (total - solved))),
-            }
+@dataclass(frozen=True)
+class TrainedEpisodes:
+    """The episodes of a part of a run, with their noise: the mean of their returns and its standard error.
+
+    The records hold a mean for each version; its variance times its number of episodes is that of one episode.
+    """
+
+    run: str
+    begin: int
+    end: int
+    num_episodes: int
+    mean: float
+    error: float
+    num_solved: int
+
+    @classmethod
+    def of(cls, run: Run, begin: int, end: int) -> TrainedEpisodes:
+        """Of training steps ``begin`` to ``end - 1``, each with the same policy throughout or nearly so."""
+        metrics = [step.metrics for step in run.steps()[begin:end] if step.metrics.get("env/num_trajectories")]
+        counts, returns, rates = (
+            np.array([one[f"env/{name}"] for one in metrics]) for name in ("num_trajectories", "return", "success_once")
         )
-    return rows
+        total, mean = counts.sum(), (counts * returns).sum() / counts.sum()
+        variance = (counts * (returns - mean) ** 2).sum() / (len(metrics) - 1)
+        solved = round(float((counts * rates).sum()))
+        return cls(run.name, begin, end, int(total), float(mean), float(np.sqrt(variance / total)), solved)
+
+    @property
+    def half_width(self) -> float:
+        """Of the mean's 95 % interval."""
+        return float(t.ppf(0.975, self.end - self.begin - 1)) * self.error
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "steps": f"{self.begin} to {self.end - 1}",
+            "mean_return": f"{self.mean:.3f} [{self.mean - self.half_width:.3f} to {self.mean + self.half_width:.3f}]",
+            "success": success_words(SuccessRate.of([i < self.num_solved for i in range(self.num_episodes)])),
+        }
+
+
+def training_curve(run: Run, num_parts: int = 4) -> list[TrainedEpisodes]:
+    """The parts of a run, as equal as they come."""
+    num_steps = len(run.steps())
+    cuts = [round(part * num_steps / num_parts) for part in range(num_parts + 1)]
+    return [TrainedEpisodes.of(run, begin, end) for begin, end in pairwise(cuts)]
+
+
+def training_improvement(parts: Sequence[TrainedEpisodes]) -> dict[str, Any]:
+    """The last part of a run against its first, in which the policy is the initial one or hardly another."""
+    first, last = parts[0], parts[-1]
+    difference, error = last.mean - first.mean, float(np.hypot(first.error, last.error))
+    half_width = float(t.ppf(0.975, min(first.end - first.begin, last.end - last.begin) - 1)) * error
+    low, high = difference - half_width, difference + half_width
+    verdict = "improved" if low > 0 else "worse" if high < 0 else "not told apart"
+    words = f"{difference:+.3f} [{low:+.3f} to {high:+.3f}]"
+    return {"run": last.run, "over": f"steps {first.begin} to {first.end - 1}", "return": words, "verdict": verdict}
+
+
+def training_agreement(curves: Sequence[Sequence[TrainedEpisodes]]) -> dict[str, Any] | None:
+    """Whether the intervals of two runners' returns overlap in every part."""
+    if len(curves) < 2:
+        return None
+    first, second = curves
+    overlapping = [abs(a.mean - b.mean) <= a.half_width + b.half_width for a, b in zip(first, second, strict=True)]
+    verdict = "intervals overlap" if all(overlapping) else "intervals do not overlap everywhere"
+    told = f"{sum(overlapping)} of {len(overlapping)}"
+    return {"run": second[0].run, "over": first[0].run, "overlapping": told, "verdict": verdict}
 
 
 def improvement(run: Run, evaluations: Mapping[str, Evaluation]) -> dict[str, Any]:
@@ -254,26 +309,48 @@ def time_row(run: Run) -> dict[str, Any]:
     }
 
 
-def draw(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Success against fresh frames with its intervals, a panel for each algorithm."""
+def draw(
+    runs: Sequence[Run], trained: Mapping[str, Sequence[TrainedEpisodes]], rows: Sequence[Mapping[str, Any]], path: Path
+) -> None:
+    """Returns of training and success of held-out episodes against fresh frames, a column for each algorithm."""
     algorithms = list(dict.fromkeys(run.algorithm for run in runs))
     with drawing({"figure.facecolor": "white", "axes.facecolor": "white"}):
-        figure = Figure(figsize=(WIDTH_IN, 2.9), layout="constrained")
-        panels: Sequence[Axes] = figure.subplots(1, len(algorithms), sharey=True, squeeze=False)[0]
-        for axes, algorithm in zip(panels, algorithms, strict=True):
+        figure = Figure(figsize=(WIDTH_IN, 4.8), layout="constrained")
+        panels = figure.subplots(2, len(algorithms), sharey="row", sharex="col", squeeze=False)
+        for (upper, lower), algorithm in zip(panels.T, algorithms, strict=True):
             of_panel = [run for run in runs if run.algorithm == algorithm]
             for index, run in enumerate(of_panel):
-                _draw_curve(axes, [row for row in rows if row["run"] == run.name], run.runner, index)
-            axes.set(xlabel=f"fresh frames, {algorithm.upper()}", ylim=(-2, 102))
-            legend(axes, len(of_panel))
-        panels[0].set_ylabel("held-out episodes solved, %")
+                _draw_returns(upper, run, trained[run.name], index)
+                _draw_success(lower, [row for row in rows if row["run"] == run.name], run.runner, index)
+            lower.set(xlabel=f"fresh frames, {algorithm.upper()}", ylim=(-2, 102))
+            legend(upper, len(of_panel))
+        panels[0][0].set_ylabel("return in training")
+        panels[1][0].set_ylabel("held-out episodes solved, %")
         figure.savefig(path, dpi=160)
 
 
-def _draw_curve(axes: Axes, points: Sequence[Mapping[str, Any]], label: str, index: int) -> None:
+def _draw_returns(axes: Axes, run: Run, parts: Sequence[TrainedEpisodes], index: int) -> None:
+    middles = [(frames_after(run, part.begin) + frames_after(run, part.end)) / 2 for part in parts]
+    low, high = ([part.mean + sign * part.half_width for part in parts] for sign in (-1, 1))
+    _draw_curve(axes, middles, [part.mean for part in parts], low, high, run.runner, index)
+
+
+def _draw_success(axes: Axes, points: Sequence[Mapping[str, Any]], label: str, index: int) -> None:
     frames = [point["fresh_frames"] for point in points]
     low, rate, high = ([100 * point[name] for point in points] for name in ("low", "rate", "high"))
-    axes.plot(frames, rate, "o-", color=f"C{index}", label=label, markersize=4)
+    _draw_curve(axes, frames, rate, low, high, label, index)
+
+
+def _draw_curve(
+    axes: Axes,
+    frames: Sequence[float],
+    middle: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    label: str,
+    index: int,
+) -> None:
+    axes.plot(frames, middle, "o-", color=f"C{index}", label=label, markersize=4)
     axes.fill_between(frames, low, high, color=f"C{index}", alpha=0.18, linewidth=0)
 
 
@@ -282,9 +359,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--start", type=Path, required=True, help="checkpoint to begin with")
     parser.add_argument("--algorithms", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--runners", nargs="+", choices=tuple(RUNNERS), default=list(RUNNERS))
-    parser.add_argument("--frames", type=int, default=24_000, help="action steps of all environments, of each run")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--checkpoints", type=int, default=3, help="that are evaluated, of each run")
+    parser.add_argument("--frames", type=int, default=64_000, help="action steps of all environments, of each run")
+    parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument("--checkpoints", type=int, default=2, help="that are evaluated, of each run")
     parser.add_argument("--episodes", type=int, default=64, help="held-out episodes")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--folder", type=Path, default=Path("outputs/rl_learning"))
@@ -298,8 +375,7 @@ def planned_runs(arguments: argparse.Namespace) -> list[Run]:
     """Every algorithm with every runner."""
     runs = []
     for algorithm in arguments.algorithms:
-        rollout = next(int(item.split("=")[1]) for item in ALGORITHMS[algorithm] if item.startswith("rollout.steps="))
-        num_steps = arguments.frames // (rollout * NUM_ENVS)
+        num_steps = arguments.frames // (EPISODE_STEPS * EPISODES_OF_VERSION)
         save_every = -(-num_steps // arguments.checkpoints)
         for runner in arguments.runners:
             folder = arguments.folder / f"{algorithm}_{runner}"
@@ -310,7 +386,7 @@ def planned_runs(arguments: argparse.Namespace) -> list[Run]:
 def _setting(arguments: argparse.Namespace) -> str:
     return (
         f"{TASK}, at most {EPISODE_STEPS} steps, {EXECUTED} of 10 predicted steps executed; trained by `lerobot rl` "
-        "from a checkpoint of experiment=learn_metaworld, of the policy the last projection alone, learning rate "
+        "from a checkpoint of experiment=learn_metaworld, of the policy what denoises, learning rate "
         f"{arguments.learning_rate} falling along a cosine, seed {arguments.seed}; {arguments.episodes} held-out "
         "episodes, without noise in denoising; 95 % intervals: Wilson's of rates, Tango's of paired differences."
     )
@@ -325,25 +401,30 @@ def main() -> None:
         print(time_row(run), flush=True)
     if arguments.train_only:
         return
+    trained = {run.name: training_curve(run) for run in runs}
     evaluations = evaluate(runs, arguments.start, arguments.episodes, arguments.folder / "evaluation")
     rows = [row for run in runs for row in curve(run, evaluations)]
-    improvements = [improvement(run, evaluations) for run in runs]
     by_algorithm = [[run for run in runs if run.algorithm == algorithm] for algorithm in arguments.algorithms]
-    agreements = [row for of_one in by_algorithm if (row := agreement(of_one, evaluations)) is not None]
-    for row in (*improvements, *agreements):
-        print(row)
+    verdicts = {
+        "improvement_in_training": [training_improvement(parts) for parts in trained.values()],
+        "runners_in_training": [training_agreement([trained[run.name] for run in alike]) for alike in by_algorithm],
+        "improvement_held_out": [improvement(run, evaluations) for run in runs],
+        "runners_held_out": [agreement(alike, evaluations) for alike in by_algorithm],
+    }
+    told = {name: [row for row in found if row is not None] for name, found in verdicts.items()}
+    for name, found in told.items():
+        print(name, *found, sep="\n  ")
     result = {
         "title": "Reinforcement learning of a partly trained π0.5-small in MetaWorld",
         "setting": _setting(arguments),
-        "improvement": improvements,
-        "runners": agreements,
-        "curve": rows,
-        "training": [row for run in runs for row in training_curve(run)],
+        **told,
+        "training": [part.row() for parts in trained.values() for part in parts],
+        "held_out": rows,
         "time": [time_row(run) for run in runs],
         "commands": {run.name: " ".join(run.command(arguments.start, arguments.seed)[1:]) for run in runs},
     }
     write_benchmark(arguments.output / "rl_learning", result, arguments.allow_dirty)
-    draw(runs, rows, arguments.output / "rl_learning.png")
+    draw(runs, trained, rows, arguments.output / "rl_learning.png")
 
 
 if __name__ == "__main__":

@@ -64,9 +64,31 @@ def test_runners_agree_where_all_their_intervals_overlap(benchmark, tmp_path):
 
 
 def test_returns_of_training_are_means_over_the_episodes_that_ended(benchmark, tmp_path):
-    rows = benchmark.training_curve(_run(benchmark, tmp_path), num_bins=2)
-    assert [(row["steps"], row["mean_return"]) for row in rows] == [("0 to 2", 1.0), ("3 to 4", 3.5)]
-    assert rows[0]["success"].startswith("6/12")
+    parts = benchmark.training_curve(_run(benchmark, tmp_path, num_steps=6), num_parts=2)
+    assert [(part.begin, part.end, part.mean, part.num_episodes) for part in parts] == [
+        (0, 3, 1.0, 12),
+        (3, 6, 4.0, 12),
+    ]
+    # Means of 4 episodes that vary by 1 are episodes that vary by 4; a mean of 12 of them varies by a third.
+    assert parts[0].error == pytest.approx((4 / 12) ** 0.5)
+    assert parts[0].row()["success"].startswith("6/12")
+
+
+def _part(benchmark, mean, error=0.1):
+    return benchmark.TrainedEpisodes("ppo_sync", 0, 5, 100, mean, error, 50)
+
+
+@pytest.mark.parametrize(("mean", "verdict"), [(2.0, "improved"), (1.3, "not told apart"), (0.2, "worse")])
+def test_improvement_in_training_is_what_the_interval_of_the_difference_says(benchmark, mean, verdict):
+    """An error of .14 and t of four degrees of freedom, 2.78: .39."""
+    assert benchmark.training_improvement([_part(benchmark, 1.0), _part(benchmark, mean)])["verdict"] == verdict
+
+
+def test_runners_agree_in_training_where_all_their_intervals_overlap(benchmark):
+    one, near, far = _part(benchmark, 1.0), _part(benchmark, 1.5), _part(benchmark, 1.6)  # half widths of .28
+    assert benchmark.training_agreement([[one, one], [one, near]])["verdict"] == "intervals overlap"
+    assert benchmark.training_agreement([[one, one], [one, far]])["overlapping"] == "1 of 2"
+    assert benchmark.training_agreement([[one]]) is None
 
 
 def test_a_part_of_a_run_is_not_taken_for_a_run(benchmark, tmp_path):
