@@ -47,14 +47,14 @@ def _num_steps(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def _kill(run: subprocess.Popen[str], folder: Path, group: str) -> str:
-    """End the process of a worker group without asking; what the run says, which ends in time."""
+def _strike(run: subprocess.Popen[str], folder: Path, group: str, sent: signal.Signals = signal.SIGKILL) -> str:
+    """End or stop the process of a worker group without asking; what the run says, which ends in time."""
     workers = load_manifest(folder / "manifest.json").settings["workers"]
     (pid,) = [worker["pid"] for worker in workers if worker["group"] == group]
-    os.kill(pid, signal.SIGKILL)
-    killed_at = time.monotonic()
+    os.kill(pid, sent)
+    struck_at = time.monotonic()
     said = _finish(run, expected=1)
-    assert time.monotonic() - killed_at < 120
+    assert time.monotonic() - struck_at < 120
     return said
 
 
@@ -111,7 +111,7 @@ def test_killed_processes_end_a_run_and_it_goes_on_with_the_trajectories_that_wa
     run = _start(first, *options)
     checkpoint = first / "checkpoints" / "global_step_1"
     _await(run, checkpoint.exists)
-    said = _kill(run, first, "RolloutGroup")
+    said = _strike(run, first, "RolloutGroup")
     assert "A process of rollout workers failed (rank 0: ActorDiedError" in said
     last = max((first / "checkpoints").iterdir(), key=lambda folder: int(folder.name.rpartition("_")[2]))
     assert f"Checkpoint: {last}" in said or f"Its last checkpoint is {last}" in said
@@ -121,7 +121,7 @@ def test_killed_processes_end_a_run_and_it_goes_on_with_the_trajectories_that_wa
     assert waited and {one["ticket"]["version"] for one in waited} == {0}
     run = _start(second, f"resume={checkpoint}", *options)
     _await(run, lambda: _num_steps(second) >= 3)
-    said = _kill(run, second, "ActorGroup")
+    said = _strike(run, second, "ActorGroup")
     assert "A process of trainer failed (rank 0: ActorDiedError" in said
     assert "No checkpoint: the training process does not answer." in said
     steps, whole = read_rl_steps(second / "metrics.jsonl"), frames_of_a_step(second)
@@ -131,4 +131,13 @@ def test_killed_processes_end_a_run_and_it_goes_on_with_the_trajectories_that_wa
     for number, step in enumerate(steps, start=1):
         assert step.metrics["gate/restored"] == len(waited)
         assert step.metrics["gate/taken"] == 4 * number <= step.metrics["gate/finished"] + len(waited)
+    assert _left_behind(before) == []
+
+
+def test_a_process_that_stops_ends_the_run_at_the_deadline(tmp_path):
+    before = set(psutil.pids())
+    run = _start(tmp_path, "rl.steps=1000", "runner.options.deadline_s=20")
+    _await(run, lambda: _num_steps(tmp_path) >= 2)
+    said = _strike(run, tmp_path, "RolloutGroup", signal.SIGSTOP)
+    assert "waits for rollout workers: actions" in said and "of at most 20 s" in said
     assert _left_behind(before) == []
