@@ -44,9 +44,12 @@ COMMON = [
     *ENVIRONMENT,
     "policy=pi05_small",
     f"tokenizer.directory={TOKENIZER}",
-    # What denoises. With an epsilon above the gradients' elements, parameters without signal stay where they are.
+    # What denoises. An epsilon above the gradients' elements makes Adam SGD with momentum: parameters without a signal
+    # stay where they are. Its steps are as long as the gradient, which is not shortened.
     "trainable=[gemma_expert,action_in_proj,action_out_proj,time_mlp]",
-    "optim.adam_eps=1.0e-2",
+    "optim.adam_eps=0.2",
+    "optim.clip_grad=20.0",
+    "optim.lr_warmup_steps=2",
     "sampler={noise_level: 1.0, stochastic_steps: all}",
     f"rollout.num_envs={NUM_ENVS}",
     f"rollout.steps={EPISODE_STEPS}",
@@ -69,7 +72,7 @@ ALGORITHMS = {
         "algorithm=ppo",
         "algorithm.gamma=0.9",
         "algorithm.gae_lambda=0.95",
-        "optim.value_lr=1.0e-2",
+        "optim.value_lr=0.8",
         "optim.critic_warmup_steps=8",  # of the first two versions
     ],
     "grpo": ["algorithm=grpo", "rollout.group_size=8"],
@@ -360,7 +363,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--algorithms", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--runners", nargs="+", choices=tuple(RUNNERS), default=list(RUNNERS))
     parser.add_argument("--frames", type=int, default=64_000, help="action steps of all environments, of each run")
-    parser.add_argument("--learning-rate", type=float, default=4e-4)
+    parser.add_argument("--learning-rate", type=float, default=6e-4)
     parser.add_argument("--checkpoints", type=int, default=2, help="that are evaluated, of each run")
     parser.add_argument("--episodes", type=int, default=64, help="held-out episodes")
     parser.add_argument("--seed", type=int, default=1000)
