@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.stats import t
+from scipy.stats import linregress, t
 
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.report.curves import legend
@@ -244,15 +244,20 @@ def training_curve(run: Run, num_parts: int = 4) -> list[TrainedEpisodes]:
     return [TrainedEpisodes.of(run, begin, end) for begin, end in pairwise(cuts)]
 
 
-def training_improvement(parts: Sequence[TrainedEpisodes]) -> dict[str, Any]:
-    """The last part of a run against its first, in which the policy is the initial one or hardly another."""
-    first, last = parts[0], parts[-1]
-    difference, error = last.mean - first.mean, float(np.hypot(first.error, last.error))
-    half_width = float(t.ppf(0.975, min(first.end - first.begin, last.end - last.begin) - 1)) * error
-    low, high = difference - half_width, difference + half_width
+def training_improvement(run: Run) -> dict[str, Any]:
+    """The rise of the line through the mean returns of all versions, from the first to the last."""
+    returns = [step.metrics["env/return"] for step in run.steps() if step.metrics.get("env/num_trajectories")]
+    line = linregress(np.linspace(0, 1, len(returns)), returns)
+    half_width = float(t.ppf(0.975, len(returns) - 2)) * line.stderr
+    low, high = line.slope - half_width, line.slope + half_width
     verdict = "improved" if low > 0 else "worse" if high < 0 else "not told apart"
-    words = f"{difference:+.3f} [{low:+.3f} to {high:+.3f}]"
-    return {"run": last.run, "over": f"steps {first.begin} to {first.end - 1}", "return": words, "verdict": verdict}
+    return {
+        "run": run.name,
+        "initial": f"{line.intercept:.3f}",
+        "rise": f"{line.slope:+.3f} [{low:+.3f} to {high:+.3f}]",
+        "p_value": round(float(line.pvalue), 4),
+        "verdict": verdict,
+    }
 
 
 def training_agreement(curves: Sequence[Sequence[TrainedEpisodes]]) -> dict[str, Any] | None:
@@ -409,7 +414,7 @@ def main() -> None:
     rows = [row for run in runs for row in curve(run, evaluations)]
     by_algorithm = [[run for run in runs if run.algorithm == algorithm] for algorithm in arguments.algorithms]
     verdicts = {
-        "improvement_in_training": [training_improvement(parts) for parts in trained.values()],
+        "improvement_in_training": [training_improvement(run) for run in runs],
         "runners_in_training": [training_agreement([trained[run.name] for run in alike]) for alike in by_algorithm],
         "improvement_held_out": [improvement(run, evaluations) for run in runs],
         "runners_held_out": [agreement(alike, evaluations) for alike in by_algorithm],

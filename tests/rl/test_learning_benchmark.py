@@ -29,11 +29,11 @@ def _evaluation(solved, of=64):
     return Evaluation(SuccessRate.of(list(outcomes.values())), outcomes, {}, episodes=episodes)
 
 
-def _run(benchmark, folder, runner="sync", num_steps=5):
+def _run(benchmark, folder, runner="sync", num_steps=5, returns=tuple(range(7))):
     run = benchmark.Run("ppo", runner, folder / runner, num_steps, 2, 1e-4)
     run.folder.mkdir()
     for step in range(num_steps):
-        metrics = {"env/num_trajectories": 4.0, "env/success_once": 0.5, "env/return": float(step)}
+        metrics = {"env/num_trajectories": 4.0, "env/success_once": 0.5, "env/return": float(returns[step])}
         append_rl_step(run.folder / "metrics.jsonl", RlStep(step, step, step + 1, 80, 80, 2, {0: 80}, False, metrics))
     return run
 
@@ -74,14 +74,18 @@ def test_returns_of_training_are_means_over_the_episodes_that_ended(benchmark, t
     assert parts[0].row()["success"].startswith("6/12")
 
 
+@pytest.mark.parametrize(
+    ("returns", "verdict"),
+    [((0, 1, 2, 3, 4.1), "improved"), ((0, 5, 1, 4, 2), "not told apart"), ((4, 3, 2, 1, 0.1), "worse")],
+)
+def test_improvement_in_training_is_the_rise_of_the_line_through_all_versions(benchmark, tmp_path, returns, verdict):
+    row = benchmark.training_improvement(_run(benchmark, tmp_path, returns=returns))
+    assert row["verdict"] == verdict
+    assert verdict != "improved" or row["rise"].startswith("+4.080 [")
+
+
 def _part(benchmark, mean, error=0.1):
     return benchmark.TrainedEpisodes("ppo_sync", 0, 5, 100, mean, error, 50)
-
-
-@pytest.mark.parametrize(("mean", "verdict"), [(2.0, "improved"), (1.3, "not told apart"), (0.2, "worse")])
-def test_improvement_in_training_is_what_the_interval_of_the_difference_says(benchmark, mean, verdict):
-    """An error of .14 and t of four degrees of freedom, 2.78: .39."""
-    assert benchmark.training_improvement([_part(benchmark, 1.0), _part(benchmark, mean)])["verdict"] == verdict
 
 
 def test_runners_agree_in_training_where_all_their_intervals_overlap(benchmark):

@@ -38,7 +38,8 @@ def _await(run: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
     """Until something is so while the run goes on."""
     deadline = time.monotonic() + 500
     while not is_so():
-        assert run.poll() is None and time.monotonic() < deadline
+        assert run.poll() is None, run.communicate()[0][-6000:]
+        assert time.monotonic() < deadline
         time.sleep(0.2)
 
 
@@ -136,7 +137,8 @@ def test_killed_processes_end_a_run_and_it_goes_on_with_the_trajectories_that_wa
 
 def test_a_process_that_stops_ends_the_run_at_the_deadline(tmp_path):
     before = set(psutil.pids())
-    run = _start(tmp_path, "rl.steps=1000", "runner.options.deadline_s=20")
+    deadlines = ["runner.options.deadline_s=20", "runner.options.simulator_deadline_s=3"]
+    run = _start(tmp_path, "rl.steps=1000", *deadlines)
     _await(run, lambda: _num_steps(tmp_path) >= 2)
     said = _strike(run, tmp_path, "RolloutGroup", signal.SIGSTOP)
     assert "waits for rollout workers: actions" in said and "of at most 20 s" in said
