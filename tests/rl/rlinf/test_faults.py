@@ -55,7 +55,7 @@ def _strike(run: subprocess.Popen[str], folder: Path, group: str, sent: signal.S
     os.kill(pid, sent)
     struck_at = time.monotonic()
     said = _finish(run, expected=1)
-    assert time.monotonic() - struck_at < 120
+    assert time.monotonic() - struck_at < 180
     return said
 
 
@@ -137,9 +137,9 @@ def test_killed_processes_end_a_run_and_it_goes_on_with_the_trajectories_that_wa
 
 def test_a_process_that_stops_ends_the_run_at_the_deadline(tmp_path):
     before = set(psutil.pids())
-    deadlines = ["runner.options.deadline_s=20", "runner.options.simulator_deadline_s=3"]
+    deadlines = ["runner.options.deadline_s=60", "runner.options.simulator_deadline_s=10"]
     run = _start(tmp_path, "rl.steps=1000", *deadlines)
     _await(run, lambda: _num_steps(tmp_path) >= 2)
     said = _strike(run, tmp_path, "RolloutGroup", signal.SIGSTOP)
-    assert "waits for rollout workers: actions" in said and "of at most 20 s" in said
+    assert "waits for rollout workers: actions" in said and "of at most 60 s" in said
     assert _left_behind(before) == []

@@ -52,7 +52,11 @@ class WaitTimeout(TimeoutError):  # noqa: N818  (as its base class)
         super().__init__(
             f"Deadline passed: {wait.describe(now)}. See whether {wait.whom} is alive or raise the deadline."
         )
-        self.wait = wait
+        self.wait, self._now = wait, now
+
+    def __reduce__(self) -> tuple[type[WaitTimeout], tuple[Wait, float]]:
+        """So that it reaches another process: exceptions are pickled by their message otherwise."""
+        return type(self), (self.wait, self._now)
 
 
 _waits: WeakKeyDictionary[asyncio.Task[Any], list[Wait]] = WeakKeyDictionary()
