@@ -200,7 +200,8 @@ def _point(evaluation: Evaluation) -> dict[str, Any]:
 class TrainedEpisodes:
     """The episodes of a part of a run, with their noise: the mean of their returns and its standard error.
 
-    The records hold a mean for each version; its variance times its number of episodes is that of one episode.
+    The records hold a mean for each version; its variance times its number of episodes is that of one episode. Every
+    environment runs one whole episode a rollout, its frames after success included.
     """
 
     run: str
@@ -214,12 +215,11 @@ class TrainedEpisodes:
     @classmethod
     def of(cls, run: Run, begin: int, end: int) -> TrainedEpisodes:
         """Of training steps ``begin`` to ``end - 1``, each with the same policy throughout or nearly so."""
-        metrics = [step.metrics for step in run.steps()[begin:end] if step.metrics.get("env/num_trajectories")]
-        counts, returns, rates = (
-            np.array([one[f"env/{name}"] for one in metrics]) for name in ("num_trajectories", "return", "success_once")
-        )
+        steps = run.steps()[begin:end]
+        counts = np.array([step.fresh_frames // EPISODE_STEPS for step in steps])
+        returns, rates = (np.array([s.metrics[f"env/{name}"] for s in steps]) for name in ("return", "success_once"))
         total, mean = counts.sum(), (counts * returns).sum() / counts.sum()
-        variance = (counts * (returns - mean) ** 2).sum() / (len(metrics) - 1)
+        variance = (counts * (returns - mean) ** 2).sum() / (len(steps) - 1)
         solved = round(float((counts * rates).sum()))
         return cls(run.name, begin, end, int(total), float(mean), float(np.sqrt(variance / total)), solved)
 
@@ -246,7 +246,7 @@ def training_curve(run: Run, num_parts: int = 4) -> list[TrainedEpisodes]:
 
 def training_improvement(run: Run) -> dict[str, Any]:
     """The rise of the line through the mean returns of all versions, from the first to the last."""
-    returns = [step.metrics["env/return"] for step in run.steps() if step.metrics.get("env/num_trajectories")]
+    returns = [step.metrics["env/return"] for step in run.steps()]
     line = linregress(np.linspace(0, 1, len(returns)), returns)
     half_width = float(t.ppf(0.975, len(returns) - 2)) * line.stderr
     low, high = line.slope - half_width, line.slope + half_width

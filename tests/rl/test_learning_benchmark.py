@@ -33,8 +33,10 @@ def _run(benchmark, folder, runner="sync", num_steps=5, returns=tuple(range(7)))
     run = benchmark.Run("ppo", runner, folder / runner, num_steps, 2, 1e-4)
     run.folder.mkdir()
     for step in range(num_steps):
-        metrics = {"env/num_trajectories": 4.0, "env/success_once": 0.5, "env/return": float(returns[step])}
-        append_rl_step(run.folder / "metrics.jsonl", RlStep(step, step, step + 1, 80, 80, 2, {0: 80}, False, metrics))
+        metrics = {"env/success_once": 0.5, "env/return": float(returns[step])}
+        append_rl_step(
+            run.folder / "metrics.jsonl", RlStep(step, step, step + 1, 400, 400, 2, {0: 400}, False, metrics)
+        )
     return run
 
 
@@ -43,7 +45,7 @@ def test_a_run_is_scored_at_what_it_saved_and_at_its_end(benchmark, tmp_path):
     assert run.saved_steps == [2, 4, 5]
     evaluations = {"initial": _evaluation(10), **{f"ppo_sync_{step}": _evaluation(20) for step in run.saved_steps}}
     points = benchmark.curve(run, evaluations)
-    assert [point["fresh_frames"] for point in points] == [0, 160, 320, 400]
+    assert [point["fresh_frames"] for point in points] == [0, 800, 1600, 2000]
     assert points[0]["rate"] == 10 / 64 and points[-1]["rate"] == 20 / 64
 
 

@@ -123,7 +123,8 @@ def test_every_run_ends_and_each_sample_is_trained_once_and_in_time(num_batches,
         serving.cancel()
         metrics = service.pop_metrics()
         total = 3 * epochs * num_batches
-        assert metrics == {"env/return": pytest.approx((total - 1) / 2)} and service.pop_metrics() == {}
+        assert metrics == {"env/return": pytest.approx((total - 1) / 2), "env/num_trajectories": total}
+        assert service.pop_metrics() == {}
         return gate
 
     counts = run_virtually(run()).counts

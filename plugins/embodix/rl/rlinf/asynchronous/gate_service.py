@@ -58,13 +58,15 @@ class GateService:
                     await self._gate.adopt(event.worker, event.version)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Means over the episodes that ended since the last call."""
+        """Means over the episodes that ended since the last call, and their number, as RLinf's runners have it."""
         values: dict[str, list[float]] = {}
         for metrics in self._metrics:
             for name, of_episodes in metrics.items():
                 values.setdefault(name, []).extend(of_episodes)
         self._metrics.clear()
-        return {name: sum(several) / len(several) for name, several in values.items() if several}
+        means = {name: sum(several) / len(several) for name, several in values.items() if several}
+        number = float(max(map(len, values.values()), default=0))
+        return {**means, "env/num_trajectories": number} if means else {}
 
     def pop_restarts(self) -> int:
         """Restarts of simulators since the last call."""
