@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from embodix.report.manifest import load_manifest
 from embodix.report.rl_steps import RlStep, read_rl_steps
 from embodix.rl.rlinf.needs import missing
-from embodix.testing.rl_runs import finish_rl, frames_of_a_step, start_rl
+from embodix.testing.rl_runs import finish_rl, frames_of_a_step, left_behind, start_rl
 
 pytestmark = [
     pytest.mark.slow,
@@ -59,17 +58,6 @@ def _strike(run: subprocess.Popen[str], folder: Path, group: str, sent: signal.S
     return said
 
 
-def _left_behind(before: set[int]) -> list[str]:
-    """Processes of simulators and of clusters that were not there before."""
-    time.sleep(1.0)
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = " ".join(process.info["cmdline"] or [])
-        if process.pid not in before and ("/ebx-" in command or "simulator_process" in command):
-            found.append(command)
-    return found
-
-
 def _total(steps: list[RlStep], name: str) -> float:
     return sum(step.metrics[name] for step in steps)
 
@@ -77,7 +65,6 @@ def _total(steps: list[RlStep], name: str) -> float:
 def test_flaky_and_slow_environments_cost_their_trajectories_and_not_the_run(tmp_path):
     """Simulators that kill themselves again and again, and now and then take twenty times as long: every step is full,
     what was lost has no weight. Ray's object store has its least size; weights and trajectories don't go through it."""
-    before = set(psutil.pids())
     slow = "env.step_s={mean_s: 0.05, straggler_probability: 0.05, straggler_factor: 20}"
     options = ["runner.options.restarts_per_hour=50", "cluster.object_store_gb=0.08", "policy.width=2048"]
     said = _finish(_start(tmp_path, "rl.steps=5", "env.crash_every_steps=23", slow, *options))
@@ -86,24 +73,22 @@ def test_flaky_and_slow_environments_cost_their_trajectories_and_not_the_run(tmp
     assert all(step.frames == step.fresh_frames for step in steps)
     assert _total(steps, "faults/restarts") >= 2 and _total(steps, "faults/masked_frames") > 0
     assert "crashed at chunk_step of its environment" in said and "restarts in the last hour" in said
-    assert _left_behind(before) == []
+    assert left_behind(tmp_path) == []
 
 
 def test_a_hang_is_a_fault_and_spent_restarts_end_the_run_with_a_checkpoint(tmp_path):
-    before = set(psutil.pids())
     options = ["runner.options.restarts_per_hour=1", "runner.options.simulator_deadline_s=10"]
     said = _finish(_start(tmp_path, "rl.steps=1000", "env.hang_every_steps=20", *options), expected=1)
     assert "hung: no answer to chunk_step of its environment" in said
     assert "may not start them again: 1 of 1 restarts in the last hour" in said
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert f"Checkpoint: {saved}" in said and any((saved / "actor").iterdir())
-    assert _left_behind(before) == []
+    assert left_behind(tmp_path) == []
 
 
 def test_killed_processes_end_a_run_and_it_goes_on_with_the_trajectories_that_waited(tmp_path):
     """First inference is killed, then, in the run that goes on, the trainer: while it sends weights, most of the time,
     since they leave in hundreds of small parts. Training is slow, so that trajectories wait at every checkpoint."""
-    before = set(psutil.pids())
     options = [
         *("rl.steps=1000", "rl.save_every=1", "runner.options.max_staleness=3", "policy.training_s={1: 0.05}"),
         *("env.step_s=0.01", "runner.options.part_bytes=1", "policy.width=128"),
@@ -132,14 +117,13 @@ def test_killed_processes_end_a_run_and_it_goes_on_with_the_trajectories_that_wa
     for number, step in enumerate(steps, start=1):
         assert step.metrics["gate/restored"] == len(waited)
         assert step.metrics["gate/taken"] == 4 * number <= step.metrics["gate/finished"] + len(waited)
-    assert _left_behind(before) == []
+    assert left_behind(first) == left_behind(second) == []
 
 
 def test_a_process_that_stops_ends_the_run_at_the_deadline(tmp_path):
-    before = set(psutil.pids())
     deadlines = ["runner.options.deadline_s=60", "runner.options.simulator_deadline_s=10"]
     run = _start(tmp_path, "rl.steps=1000", *deadlines)
     _await(run, lambda: _num_steps(tmp_path) >= 2)
     said = _strike(run, tmp_path, "RolloutGroup", signal.SIGSTOP)
     assert "waits for rollout workers: actions" in said and "of at most 60 s" in said
-    assert _left_behind(before) == []
+    assert left_behind(tmp_path) == []

@@ -9,14 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from embodix.report.manifest import load_manifest
 from embodix.report.rl_steps import rates, read_rl_steps
 from embodix.report.timeline import read_timeline
 from embodix.rl.rlinf.needs import missing
-from embodix.testing.rl_runs import finish_rl, frames_of_a_step, start_rl
+from embodix.testing.rl_runs import finish_rl, frames_of_a_step, left_behind, start_rl
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,10 +82,8 @@ def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     return start_rl(folder, "rl.steps=3", "cluster.start_attempts=10", "env.step_s=0.02", *overrides)
 
 
-def _left_behind() -> list[str]:
-    """Processes of clusters that runs have started, and their folders."""
-    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
-    return [command for command in commands if "/ebx-" in command] + [str(path) for path in Path("/tmp").glob("ebx-*")]
+def _cluster_folders() -> set[Path]:
+    return set(Path("/tmp").glob("ebx-*"))
 
 
 def test_every_patch_applies_and_is_undone():
@@ -153,17 +150,18 @@ def test_rl_vla3_trains_every_frame_once_and_in_time(tmp_path, overrides):
 
 
 def test_two_runs_at_once_do_not_disturb_each_other_and_leave_nothing(tmp_path):
-    before = _left_behind()
+    before = _cluster_folders()
     runs = [_start(tmp_path / name) for name in ("one", "other")]
     for run in runs:
         finish_rl(run)
     assert all(len(read_rl_steps(tmp_path / name / "metrics.jsonl")) == 3 for name in ("one", "other"))
-    assert set(_left_behind()) <= set(before)
+    assert left_behind(tmp_path / "one") == left_behind(tmp_path / "other") == []
+    assert _cluster_folders() <= before
 
 
 @pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_takes_its_processes_along(tmp_path, ended_by, code):
-    before = _left_behind()
+    before = _cluster_folders()
     run = _start(tmp_path, "rl.steps=1000")
     deadline = time.monotonic() + 1500
     while not (tmp_path / "metrics.jsonl").exists():
@@ -171,7 +169,8 @@ def test_an_interrupted_run_takes_its_processes_along(tmp_path, ended_by, code):
         time.sleep(1)
     run.send_signal(ended_by)
     finish_rl(run, code)
-    assert set(_left_behind()) <= set(before)
+    assert left_behind(tmp_path) == []
+    assert _cluster_folders() <= before
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
