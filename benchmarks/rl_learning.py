@@ -370,7 +370,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--frames", type=int, default=64_000, help="action steps of all environments, of each run")
     parser.add_argument("--learning-rate", type=float, default=6e-4)
     parser.add_argument("--checkpoints", type=int, default=2, help="that are evaluated, of each run")
-    parser.add_argument("--episodes", type=int, default=64, help="held-out episodes")
+    parser.add_argument("--episodes", type=int, default=192, help="held-out episodes")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--folder", type=Path, default=Path("outputs/rl_learning"))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
