@@ -72,7 +72,9 @@ def embed_actions(
     if head.config.add_pos_embed:
         steps_T = torch.arange(actions_RTE.shape[1], device=actions_RTE.device)
         actions_RTE = actions_RTE + head.position_embedding(steps_T)
-    future_RFE = head.future_tokens.weight.expand(actions_RTE.shape[0], -1, -1)
+    # Looked up, for a module's own weight may be sharded outside of its forward (FSDP).
+    tokens_F = torch.arange(head.future_tokens.num_embeddings, device=actions_RTE.device)
+    future_RFE = head.future_tokens(tokens_F).expand(actions_RTE.shape[0], -1, -1)
     return torch.cat((state_R1E, future_RFE, actions_RTE), dim=1)
 
 
