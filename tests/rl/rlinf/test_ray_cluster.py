@@ -142,6 +142,14 @@ def test_an_existing_cluster_is_joined_and_left_alone(monkeypatch):
         pass
 
 
+def test_an_existing_cluster_that_does_not_answer_is_named():
+    with (
+        pytest.raises(RayStartError, match=r"10.1.2.3:6379 does not answer \(No route\).*RAY_AUTH_TOKEN"),
+        run_cluster(ClusterSettings(address="10.1.2.3:6379"), "x"),
+    ):
+        raise ConnectionError("No route\nand more")
+
+
 def test_a_folder_whose_sockets_would_not_fit_is_refused(tmp_path):
     with (
         pytest.raises(ValueError, match=r"and 107 is the most; set cluster.folder"),

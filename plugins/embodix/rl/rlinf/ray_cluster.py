@@ -69,7 +69,7 @@ def run_cluster(settings: ClusterSettings, extension: str, keep_logs: Path | Non
     }
     if settings.address is not None:
         with _environment({**shared, "RAY_ADDRESS": _checked_address(settings.address)}):
-            yield RunCluster(settings.address, _namespace(), shared)
+            yield from _joined(RunCluster(settings.address, _namespace(), shared))
         return
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     # Ray's workers are the run itself: at Ray's own niceness of 15 whatever else runs starves them.
@@ -82,6 +82,22 @@ def run_cluster(settings: ClusterSettings, extension: str, keep_logs: Path | Non
 
 def _namespace() -> str:
     return f"embodix_{os.getpid()}_{secrets.token_hex(4)}"
+
+
+def _joined(cluster: RunCluster) -> Iterator[RunCluster]:
+    """An existing cluster.
+
+    Raises:
+        RayStartError: it does not answer.
+    """
+    try:
+        yield cluster
+    except ConnectionError as error:
+        raise RayStartError(
+            f"The Ray cluster at cluster.address={cluster.address} does not answer ({str(error).splitlines()[0]}). See "
+            "whether it is up (`ray status --address ...`), of this Ray's version, and started with the token of this "
+            "process (RAY_AUTH_TOKEN or ~/.ray/auth_token; RAY_AUTH_MODE=disabled on both sides for none)."
+        ) from error
 
 
 def _checked_address(address: str) -> str:
