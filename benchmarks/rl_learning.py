@@ -213,15 +213,15 @@ class TrainedEpisodes:
     num_solved: int
 
     @classmethod
-    def of(cls, run: Run, begin: int, end: int) -> TrainedEpisodes:
-        """Of training steps ``begin`` to ``end - 1``, each with the same policy throughout or nearly so."""
-        steps = run.steps()[begin:end]
+    def of(cls, run: str, begin: int, steps: Sequence[RlStep]) -> TrainedEpisodes:
+        """Of a run's training steps from ``begin`` on, each with the same policy throughout or nearly so."""
         counts = np.array([step.fresh_frames // EPISODE_STEPS for step in steps])
         returns, rates = (np.array([s.metrics[f"env/{name}"] for s in steps]) for name in ("return", "success_once"))
         total, mean = counts.sum(), (counts * returns).sum() / counts.sum()
         variance = (counts * (returns - mean) ** 2).sum() / (len(steps) - 1)
         solved = round(float((counts * rates).sum()))
-        return cls(run.name, begin, end, int(total), float(mean), float(np.sqrt(variance / total)), solved)
+        end = begin + len(steps)
+        return cls(run, begin, end, int(total), float(mean), float(np.sqrt(variance / total)), solved)
 
     @property
     def half_width(self) -> float:
@@ -239,9 +239,9 @@ class TrainedEpisodes:
 
 def training_curve(run: Run, num_parts: int = 4) -> list[TrainedEpisodes]:
     """The parts of a run, as equal as they come."""
-    num_steps = len(run.steps())
-    cuts = [round(part * num_steps / num_parts) for part in range(num_parts + 1)]
-    return [TrainedEpisodes.of(run, begin, end) for begin, end in pairwise(cuts)]
+    steps = run.steps()
+    cuts = [round(part * len(steps) / num_parts) for part in range(num_parts + 1)]
+    return [TrainedEpisodes.of(run.name, begin, steps[begin:end]) for begin, end in pairwise(cuts)]
 
 
 def training_improvement(run: Run) -> dict[str, Any]:
@@ -250,13 +250,12 @@ def training_improvement(run: Run) -> dict[str, Any]:
     line = linregress(np.linspace(0, 1, len(returns)), returns)
     half_width = float(t.ppf(0.975, len(returns) - 2)) * line.stderr
     low, high = line.slope - half_width, line.slope + half_width
-    verdict = "improved" if low > 0 else "worse" if high < 0 else "not told apart"
     return {
         "run": run.name,
         "initial": f"{line.intercept:.3f}",
         "rise": f"{line.slope:+.3f} [{low:+.3f} to {high:+.3f}]",
         "p_value": round(float(line.pvalue), 4),
-        "verdict": verdict,
+        "verdict": _verdict(low, high),
     }
 
 
@@ -266,17 +265,19 @@ def training_agreement(curves: Sequence[Sequence[TrainedEpisodes]]) -> dict[str,
         return None
     first, second = curves
     overlapping = [abs(a.mean - b.mean) <= a.half_width + b.half_width for a, b in zip(first, second, strict=True)]
-    verdict = "intervals overlap" if all(overlapping) else "intervals do not overlap everywhere"
-    told = f"{sum(overlapping)} of {len(overlapping)}"
-    return {"run": second[0].run, "over": first[0].run, "overlapping": told, "verdict": verdict}
+    return {"run": second[0].run, "over": first[0].run, **_overlap(overlapping)}
 
 
 def improvement(run: Run, evaluations: Mapping[str, Evaluation]) -> dict[str, Any]:
     """The last policy against the initial one on the same episodes."""
     pair = pair_success(evaluations[INITIAL], evaluations[f"{run.name}_{run.num_steps}"])
     assert pair is not None
-    verdict = "improved" if pair.low > 0 else "worse" if pair.high < 0 else "not told apart"
-    return {"run": run.name, "over": INITIAL, **_difference(pair), "verdict": verdict}
+    return {"run": run.name, "over": INITIAL, **_difference(pair), "verdict": _verdict(pair.low, pair.high)}
+
+
+def _verdict(low: float, high: float) -> str:
+    """On a change whose interval is given."""
+    return "improved" if low > 0 else "worse" if high < 0 else "not told apart"
 
 
 def agreement(runs: Sequence[Run], evaluations: Mapping[str, Evaluation]) -> dict[str, Any] | None:
@@ -289,9 +290,12 @@ def agreement(runs: Sequence[Run], evaluations: Mapping[str, Evaluation]) -> dic
     last = [evaluations[f"{run.name}_{run.num_steps}"] for run in runs]
     pair = pair_success(*last)
     assert pair is not None
+    return {"run": second.name, "over": first.name, **_difference(pair), **_overlap(overlapping)}
+
+
+def _overlap(overlapping: Sequence[bool]) -> dict[str, str]:
     verdict = "intervals overlap" if all(overlapping) else "intervals do not overlap everywhere"
-    told = f"{sum(overlapping)} of {len(overlapping)}"
-    return {"run": second.name, "over": first.name, **_difference(pair), "overlapping": told, "verdict": verdict}
+    return {"overlapping": f"{sum(overlapping)} of {len(overlapping)}", "verdict": verdict}
 
 
 def _difference(pair: Any) -> dict[str, Any]:

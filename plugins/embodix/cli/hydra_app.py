@@ -114,8 +114,9 @@ def _misplaced_hints(config_name: str, overrides: list[Override]) -> list[str]:
     )
     hints = []
     for line in (str(o.input_line) for o in overrides if o.key_or_group == "experiment"):
-        fitting = [name for name in config_names if _composes(name, line)]
-        if fitting and config_name not in fitting:
+        if _composes(config_name, line):
+            continue
+        if fitting := [name for name in config_names if name != config_name and _composes(name, line)]:
             hints.append(f"{line} belongs to {', '.join(fitting)}; {config_name} can't have it.")
     return hints
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +39,19 @@ def finish_rl(run: subprocess.Popen[str], expected: int = 0, timeout_s: float = 
     said, _ = run.communicate(timeout=timeout_s)
     assert run.returncode == expected, said[-6000:]
     return said
+
+
+def await_rl(run: subprocess.Popen[str], is_so: Callable[[], bool], timeout_s: float) -> None:
+    """Until something is so while the run goes on.
+
+    Raises:
+        AssertionError: the run ended, or it took too long.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert run.poll() is None, run.communicate()[0][-6000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def frames_of_a_step(folder: Path) -> int:

@@ -16,7 +16,7 @@ import pytest
 from embodix.report.manifest import load_manifest
 from embodix.report.rl_steps import RlStep, read_rl_steps
 from embodix.rl.rlinf.needs import missing
-from embodix.testing.rl_runs import finish_rl, frames_of_a_step, left_behind, start_rl
+from embodix.testing.rl_runs import await_rl, finish_rl, frames_of_a_step, left_behind, start_rl
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,12 +34,7 @@ def _finish(run: subprocess.Popen[str], expected: int = 0) -> str:
 
 
 def _await(run: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
-    """Until something is so while the run goes on."""
-    deadline = time.monotonic() + 500
-    while not is_so():
-        assert run.poll() is None, run.communicate()[0][-6000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    await_rl(run, is_so, timeout_s=500)
 
 
 def _num_steps(folder: Path) -> int:

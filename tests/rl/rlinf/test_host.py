@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from embodix.report.manifest import load_manifest
 from embodix.report.rl_steps import rates, read_rl_steps
 from embodix.report.timeline import read_timeline
 from embodix.rl.rlinf.needs import missing
-from embodix.testing.rl_runs import finish_rl, frames_of_a_step, left_behind, start_rl
+from embodix.testing.rl_runs import await_rl, finish_rl, frames_of_a_step, left_behind, start_rl
 
 pytestmark = [
     pytest.mark.slow,
@@ -163,10 +162,7 @@ def test_two_runs_at_once_do_not_disturb_each_other_and_leave_nothing(tmp_path):
 def test_an_interrupted_run_takes_its_processes_along(tmp_path, ended_by, code):
     before = _cluster_folders()
     run = _start(tmp_path, "rl.steps=1000")
-    deadline = time.monotonic() + 1500
-    while not (tmp_path / "metrics.jsonl").exists():
-        assert run.poll() is None and time.monotonic() < deadline
-        time.sleep(1)
+    await_rl(run, (tmp_path / "metrics.jsonl").exists, timeout_s=1500)
     run.send_signal(ended_by)
     finish_rl(run, code)
     assert left_behind(tmp_path) == []

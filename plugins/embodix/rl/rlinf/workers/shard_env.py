@@ -220,16 +220,10 @@ class Shard:
             await self._events.send(Delivered(ticket, {}, valid=False))
 
     async def _next_leave(self) -> Ticket | None:
-        if self._leave is None:
-            self._ask_for_leave()
         leave, self._leave = self._leave, None
-        assert leave is not None
-        return await leave
+        return await (leave or self._ask_for_leave())
 
-    def _ask_for_leave(self) -> None:
-        self._leave = asyncio.ensure_future(self._receive_leave())
-
-    async def _receive_leave(self) -> Ticket | None:
+    async def _ask_for_leave(self) -> Ticket | None:
         await self._events.send(Asks(self.name))
         async with waiting(self.name, "trainer", "leave to generate", self._worker._deadline_s):
             return await self._tickets.receive()
@@ -255,7 +249,7 @@ class Shard:
         for step in range(worker.n_train_chunk_steps):
             answer = await self._act(seen) if step else await self._first_answer(seen, life)
             if self._asks_early and step == worker.n_train_chunk_steps - 1:
-                self._ask_for_leave()
+                self._leave = asyncio.ensure_future(self._ask_for_leave())
             collected.append_step_result(self._step_result(seen, answer, is_last=False))
             begun = time.perf_counter()
             seen, ended = await self._simulate(worker.env_interact_step, answer.actions, stage, life=life)
