@@ -35,7 +35,7 @@ test: setup ## run the test suite
 lint: setup ## style, types and import arrows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy plugins/embodix
+	$(BIN)/mypy plugins
 	$(BIN)/lint-imports
 
 bench: setup ## run every benchmark that needs no checkpoint; results land beside the scripts

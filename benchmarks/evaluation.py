@@ -32,20 +32,20 @@ from lerobot.scripts.lerobot_eval import eval_policy_all
 from lerobot.utils.random_utils import set_seed
 from omegaconf import OmegaConf
 
-from embodix.data.metaworld import record_metaworld
-from embodix.data.metaworld_scene import MetaWorldScene
+from embodix.checkpoints.model_folder import find_model
+from embodix.checkpoints.policy_loading import LoadedPolicy, PolicyChoices, loaded_policy
 from embodix.data.rendering import select_gl_backend
 from embodix.evaluation.actors import PolicyActor
 from embodix.evaluation.engine import EngineSettings, run_episodes
 from embodix.evaluation.episodes import Episode, plan_episodes
-from embodix.evaluation.metaworld import EmbodixMetaworldConfig
-from embodix.evaluation.model_folder import find_model
 from embodix.evaluation.noise import EpisodeNoise, episode_generator
-from embodix.evaluation.policy_loading import LoadedPolicy, PolicyChoices, loaded_policy
 from embodix.evaluation.simulators import simulators_of
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.schema.compose import compose
 from embodix.training.run import run_training
+from embodix_metaworld.environment import EmbodixMetaworldConfig
+from embodix_metaworld.recorder import record_metaworld
+from embodix_metaworld.scene import MetaWorldScene
 
 TASKS = ("reach-v3", "drawer-close-v3", "button-press-topdown-v3", "coffee-button-v3")
 NUM_EXECUTED = 5  # actions of each chunk

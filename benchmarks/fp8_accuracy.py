@@ -26,17 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodix.evaluation.accuracy_gate import GateResult, Quantizer
-from embodix.evaluation.gate_checkpoint import GatedCheckpoint, gated_checkpoint
-from embodix.evaluation.model_folder import find_model
-from embodix.quantization.blocks import BLOCK, quantize_blocks
-from embodix.quantization.fp8_block import Fp8BlockQuantizer
+from embodix.checkpoints.model_folder import find_model
+from embodix.quantization.accuracy_gate import GateResult, Quantizer
+from embodix.quantization.gate_checkpoint import GatedCheckpoint, gated_checkpoint
 from embodix.quantization.selection import choose_modules
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.report.evaluation import Evaluation, pair_success, read_evaluation, success_by_task
 from embodix.report.quantization_wording import cosine
 from embodix.report.wording import success_words
 from embodix.schema.gate import GateSettings
+from embodix_fp8.blocks import BLOCK, quantize_blocks
+from embodix_fp8.fp8_block import Fp8BlockQuantizer
 
 RECIPES: dict[str, dict[str, Any]] = {
     "weights": {"activations": "high"},

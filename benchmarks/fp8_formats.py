@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embodix.quantization.blocks import ScaledWeight
-from embodix.quantization.kernel_choice import kernel_problem
-from embodix.quantization.kernels import KERNELS, quantize_rows
-from embodix.quantization.side_by_side import FORMATS, blocks_matter, compare_formats, quantize_in, weights_of_range
 from embodix.report.benchmark import require_quotable, write_benchmark
+from embodix_fp8.blocks import ScaledWeight
+from embodix_fp8.kernel_choice import kernel_problem
+from embodix_fp8.kernels import KERNELS, quantize_rows
+from embodix_fp8.side_by_side import FORMATS, blocks_matter, compare_formats, quantize_in, weights_of_range
 
 RANGES = (5, 1e2, 1e3, 1e4, 3e4, 1e5, 3e5, 1e6)
 LAYERS = {"attention output 2048 x 2048": (2048, 2048), "MLP gate 16384 x 2048": (16384, 2048)}

@@ -29,19 +29,19 @@ import torch
 from gpu_policies import PROMPT_LENGTHS, REDUCED_GROOT, attempt, groot_of, real_pi05, reduced_pi05, seconds_of
 
 from embodix.attention import Segments
-from embodix.attention.backend import AttentionBackend
 from embodix.attention.cuda import FlashAttention2, FlashAttention4, Flex, TorchVarlen
 from embodix.attention.reference import reference_attention
 from embodix.attention.segment import SegmentSdpa
+from embodix.contracts import AttentionBackend, PolicyWrapper
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.groot_n15.architecture import PUBLIC_ARCHITECTURE
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
-from embodix.policies.pi05.wrapper import Pi05Wrapper
-from embodix.policies.settings import FastPathSettings, PolicyWrapper
+from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark
-from embodix.testing import groot
 from embodix.testing.errors import compare_gradients, gradients_of, relative_error
-from embodix.testing.pi05 import random_batch
+from embodix_groot import testing as groot
+from embodix_groot.architecture import PUBLIC_ARCHITECTURE
+from embodix_groot.wrapper import GrootN15Wrapper
+from embodix_pi05.testing import random_batch
+from embodix_pi05.wrapper import Pi05Wrapper
 
 BACKENDS: tuple[Callable[[], AttentionBackend], ...] = (
     FlashAttention2,

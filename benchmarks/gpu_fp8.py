@@ -24,17 +24,17 @@ from gpu_policies import PROMPT_LENGTHS, REDUCED_GROOT, attempt, groot_of, real_
 from embodix import plugins
 from embodix.attention.select import choose_backend
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.groot_n15.architecture import PUBLIC_ARCHITECTURE
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.quantization.blocks import quantize_blocks
-from embodix.quantization.fp8_block import Fp8BlockQuantizer
-from embodix.quantization.kernel_choice import kernel_problem
-from embodix.quantization.kernels import KERNELS
-from embodix.testing import groot
 from embodix.testing.errors import relative_error
-from embodix.testing.pi05 import random_batch
+from embodix_fp8.blocks import quantize_blocks
+from embodix_fp8.fp8_block import Fp8BlockQuantizer
+from embodix_fp8.kernel_choice import kernel_problem
+from embodix_fp8.kernels import KERNELS
+from embodix_groot import testing as groot
+from embodix_groot.architecture import PUBLIC_ARCHITECTURE
+from embodix_groot.wrapper import GrootN15Wrapper
+from embodix_pi05.testing import random_batch
+from embodix_pi05.wrapper import Pi05Wrapper
 
 DEVICE = torch.device("cuda")
 TIME_LIMIT_SECONDS = 110

@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from embodix.attention.segment import SegmentSdpa
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.groot_n15.architecture import PUBLIC_ARCHITECTURE
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.quantization.precision.block_scaling import TransformerEngineKernel, transformer_engine_problem
-from embodix.quantization.precision.gemm_gate import GemmGate
-from embodix.quantization.precision.installation import LinearKernel, install_kernel
-from embodix.quantization.precision.torchao_float8 import Recipe, TorchaoKernel, fp8_units_problem, torchao_problem
-from embodix.testing import groot
-from embodix.testing.pi05 import random_batch
+from embodix_fp8.precision.block_scaling import TransformerEngineKernel, transformer_engine_problem
+from embodix_fp8.precision.gemm_gate import GemmGate
+from embodix_fp8.precision.installation import LinearKernel, install_kernel
+from embodix_fp8.precision.torchao_float8 import Recipe, TorchaoKernel, fp8_units_problem, torchao_problem
+from embodix_groot import testing as groot
+from embodix_groot.architecture import PUBLIC_ARCHITECTURE
+from embodix_groot.wrapper import GrootN15Wrapper
+from embodix_pi05.testing import random_batch
+from embodix_pi05.wrapper import Pi05Wrapper
 
 DEVICE = torch.device("cuda")
 TIME_LIMIT_SECONDS = 110

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from embodix.testing import groot
-from embodix.testing.pi05 import meta_pi05, randomise_adaptive_norms, small_pi05
+from embodix_groot import testing as groot
+from embodix_pi05.testing import meta_pi05, randomise_adaptive_norms, small_pi05
 
 PROMPT_LENGTHS = (45, 52, 58, 65)
 REDUCED = {

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from embodix.evaluation.libero import EmbodixLiberoConfig
 from embodix.report.benchmark import require_quotable, write_benchmark
+from embodix_libero.environment import EmbodixLiberoConfig
 
 SUITE, NUMBER = "libero_spatial", 0
 

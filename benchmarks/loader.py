@@ -29,12 +29,12 @@ from torch.utils.data import DataLoader
 
 from embodix.data.column_reads import read_columns
 from embodix.data.files import files_of_samples
-from embodix.data.metaworld import record_metaworld
 from embodix.data.order import ShuffledOrder, WindowShuffledOrder
 from embodix.patching import patched
 from embodix.report.benchmark import require_quotable, write_benchmark
-from embodix.schema.data import RecordSettings
 from embodix.testing.datasets import write_dataset
+from embodix_metaworld.record_settings import RecordSettings
+from embodix_metaworld.recorder import record_metaworld
 
 FPS = 80
 BATCH_SIZE = 8

@@ -21,12 +21,12 @@ import torch
 
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.testing.errors import compare_gradients, gradients_of
-from embodix.testing.pi05 import random_batch, small_pi05
 from embodix.training.flops import flop_counter
+from embodix_pi05.testing import random_batch, small_pi05
+from embodix_pi05.wrapper import Pi05Wrapper
 
 ONE_EIGHTH: dict[str, dict[str, int]] = {
     "vision": {

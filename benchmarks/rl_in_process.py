@@ -29,22 +29,22 @@ from lerobot.envs.utils import preprocess_observation
 from torch import Tensor
 
 from embodix.attention.segment import SegmentAuto
-from embodix.evaluation.metaworld import EmbodixMetaworldConfig
-from embodix.evaluation.model_folder import find_model
-from embodix.evaluation.policy_loading import LoadedPolicy, PolicyChoices, loaded_policy
+from embodix.checkpoints.model_folder import find_model
+from embodix.checkpoints.policy_loading import LoadedPolicy, PolicyChoices, loaded_policy
 from embodix.evaluation.simulators import StepOutcome
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark
-from embodix.rl.objectives.advantages import Transitions, generalized_advantages, group_advantages
-from embodix.rl.objectives.moments import Moments
-from embodix.rl.objectives.objective import ObjectiveSettings, Sampled
-from embodix.rl.objectives.value_loss import ValueLossSettings, explained_variance
-from embodix.rl.policies.build import flow_policy
-from embodix.rl.policies.chain import ChainSettings
-from embodix.rl.policies.flow_policy import FlowPolicy
-from embodix.rl.policies.value_head import ValueSettings
-from embodix.rl.update import UpdateSettings, update
+from embodix_metaworld.environment import EmbodixMetaworldConfig
+from embodix_rl.flow.build import flow_policy
+from embodix_rl.flow.chain import ChainSettings
+from embodix_rl.flow.flow_policy import FlowPolicy
+from embodix_rl.flow.value_head import ValueSettings
+from embodix_rl.objectives.advantages import Transitions, generalized_advantages, group_advantages
+from embodix_rl.objectives.moments import Moments
+from embodix_rl.objectives.objective import ObjectiveSettings, Sampled
+from embodix_rl.objectives.value_loss import ValueLossSettings, explained_variance
+from embodix_rl.update import UpdateSettings, update
 
 TRAIN_SEEDS, SCORE_SEEDS = 500_000, 900_000
 MAX_DENSE_REWARD = 10.0

@@ -32,9 +32,9 @@ from scipy.stats import linregress, t
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.report.curves import legend
 from embodix.report.evaluation import Evaluation, SuccessRate, pair_success, read_evaluation
-from embodix.report.rl_steps import RlStep, rates, read_rl_steps
 from embodix.report.svg import WIDTH_IN, drawing
 from embodix.report.wording import success_words
+from embodix_rl.report.rl_steps import RlStep, rates, read_rl_steps
 
 TASK, TOKENIZER = "button-press-topdown-v3", "data/metaworld_learn/tokenizer"
 EPISODE_STEPS, EXECUTED, NUM_ENVS, EPISODES_OF_VERSION = 100, 10, 16, 32

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from embodix.report.benchmark import require_quotable, write_benchmark
-from embodix.rl.scheduling.adaptive import AdaptiveLimits
-from embodix.rl.scheduling.batcher import BatchLimits, BatchPolicy, FixedLimits
-from embodix.rl.scheduling.simulation import Simulated, simulate
-from embodix.rl.scheduling.simulation.schedules import (
+from embodix_rl.scheduling.adaptive import AdaptiveLimits
+from embodix_rl.scheduling.batcher import BatchLimits, BatchPolicy, FixedLimits
+from embodix_rl.scheduling.simulation import Simulated, simulate
+from embodix_rl.scheduling.simulation.schedules import (
     PIPELINE,
     STOCK_ASYNC,
     STOCK_DECOUPLED,
@@ -32,9 +32,9 @@ from embodix.rl.scheduling.simulation.schedules import (
     released,
     rl_vla3,
 )
-from embodix.rl.scheduling.simulation.workload import Workload
-from embodix.testing.closed_loop import constant, lognormal, serve_clients
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.simulation.workload import Workload
+from embodix_rl.testing.closed_loop import constant, lognormal, serve_clients
+from embodix_rl.testing.virtual_clock import run_virtually
 
 NUM_BATCHES = 8
 NUM_STEPS_STOCK = 24  # optimizer steps: several train the same samples

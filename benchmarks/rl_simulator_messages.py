@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodix.rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines
-from embodix.testing.failing_environment import FailingEnvironment
+from embodix_rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines
+from embodix_rl.testing.failing_environment import FailingEnvironment
 
 SHAPES = {  # environments, cameras, pixels a side
     "state only": (8, 0, 0),

@@ -23,17 +23,17 @@ import torch
 from pi05_forward_backward import CAMERAS, ONE_EIGHTH
 
 from embodix.attention.segment import SegmentAuto
+from embodix.contracts import BatchComposer, Packer
 from embodix.data.order import ShuffledOrder
 from embodix.packing.batches import BatchStream
-from embodix.packing.composer import BatchComposer, FixedCountComposer
-from embodix.packing.layout import Packer
+from embodix.packing.composer import FixedCountComposer
 from embodix.packing.packers import PaddedPacker
 from embodix.packing.sizes import SampleSizes
 from embodix.packing.token_budget import TokenBudgetPacker
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings, TokenCounts
 from embodix.report.benchmark import require_quotable, write_benchmark
-from embodix.testing.pi05 import image_key, random_batch, small_pi05
+from embodix_pi05.testing import image_key, random_batch, small_pi05
+from embodix_pi05.wrapper import Pi05Wrapper
 
 PROMPTS, IMAGES, PATCHES, NUM_ACTIONS = (20, 150), (1, 3), 256, 50
 SAMPLES_A_STEP = 8

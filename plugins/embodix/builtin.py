@@ -40,90 +40,40 @@ def register_attention_backends() -> list[Registration]:
 
 
 @hookimpl
-def register_policy_wrappers() -> list[Registration]:
-    pi05, groot = "embodix.policies.pi05.wrapper", "embodix.policies.groot_n15.wrapper"
+def register_host_patches() -> list[Registration]:
+    summaries = {
+        "lerobot_atomic_checkpoint": "a checkpoint is whole or not there",
+        "lerobot_column_reads": "action chunks without their images",
+        "lerobot_dataset_factory": "the run decides on its data set",
+        "lerobot_decoder_cache": "a bounded number of video decoders",
+        "lerobot_worker_preprocessing": "the run decides where samples are preprocessed",
+    }
+    return [Registration(name, f"embodix.patches.{name}:PATCH", summary) for name, summary in summaries.items()]
+
+
+@hookimpl
+def register_verbs() -> list[Registration]:
+    summaries = {
+        "train": "train a policy through upstream LeRobot, with or without +plugin=embodix",
+        "eval": "success of checkpoints in simulation, with interval, controls and pairs",
+        "quantize": "write a checkpoint in a low-precision format, and what that saves",
+        "compare": "train variants side by side, step by step on the same samples, and report",
+        "plan": "tokens, waste, FLOP bound and memory of each variant, before any training",
+        "data": "record demonstrations from a simulator into a LeRobotDataset",
+        "doctor": "what is installed, what can run here, and why not",
+    }
+    return [Registration(verb, f"embodix.cli.{verb}:run", summary) for verb, summary in summaries.items()]
+
+
+@hookimpl
+def register_schemas() -> list[Registration]:
     return [
-        Registration("pi05", f"{pi05}:Pi05Wrapper", "packed π0.5 on upstream's PI05Policy"),
-        Registration("groot", f"{groot}:GrootN15Wrapper", "packed GR00T-N1.5 on upstream's GrootPolicy"),
+        Registration("train", "embodix.schema.train:register", "`lerobot train`, `compare` and `plan`"),
+        Registration("eval", "embodix.schema.eval:register", "`lerobot eval`"),
+        Registration("quantize", "embodix.schema.quantize:register", "`lerobot quantize`"),
     ]
 
 
 @hookimpl
-def register_quantizers() -> list[Registration]:
-    return [
-        Registration(
-            "fp8_block",
-            "embodix.quantization.fp8_block:Fp8BlockQuantizer",
-            "the language model's linear layers in e4m3, one scale a block of 128 x 128 weights",
-        )
-    ]
-
-
-@hookimpl
-def register_precisions() -> list[Registration]:
-    precision = "embodix.quantization.precision"
-    return [
-        Registration(
-            "torchao",
-            f"{precision}.torchao_float8:TorchaoFloat8",
-            "FP8 products by torchao, one scale a tensor or a row (emulated without FP8 units)",
-        ),
-        Registration(
-            "block",
-            f"{precision}.block_scaling:BlockScaledFp8",
-            "FP8 products by Transformer Engine, one scale a block (emulated without it)",
-        ),
-    ]
-
-
-@hookimpl
-def register_runners() -> list[Registration]:
-    runners = "embodix.rl.rlinf.runners"
-    return [
-        Registration("sync", f"{runners}:SyncRunner", "RLinf's synchronous runner"),
-        Registration("pipeline", f"{runners}:PipelineRunner", "RLinf's synchronous runner, trained as rollouts arrive"),
-        Registration("rlinf_async", f"{runners}:RlinfAsyncRunner", "RLinf's asynchronous PPO as shipped"),
-        Registration(
-            "rl_vla3",
-            "embodix.rl.rlinf.asynchronous.settings:RlVla3Runner",
-            "RL-VLA3: asynchronous training, dynamic batching, streaming, each by a switch",
-        ),
-    ]
-
-
-@hookimpl
-def register_environments() -> list[Registration]:
-    return [
-        Registration(
-            "embodix_metaworld",
-            "embodix.evaluation.metaworld:EmbodixMetaworldConfig",
-            "MetaWorld with several cameras and honoured seeds",
-        ),
-        Registration(
-            "embodix_libero",
-            "embodix.evaluation.libero:EmbodixLiberoConfig",
-            "LIBERO as upstream's, seeds honoured, resets and rendering only when needed",
-        ),
-        Registration(
-            "embodix_maniskill",
-            "embodix.evaluation.rlinf_environments:RlinfManiskillConfig",
-            "ManiSkill by RLinf's environment (NVIDIA GPU)",
-        ),
-        Registration(
-            "embodix_isaaclab",
-            "embodix.evaluation.rlinf_environments:RlinfIsaaclabConfig",
-            "Isaac Lab by RLinf's environment (NVIDIA RTX GPU)",
-        ),
-    ]
-
-
-@hookimpl
-def register_data_sources() -> list[Registration]:
-    return [
-        Registration(
-            "metaworld", "embodix.data.metaworld:record_metaworld", "demonstrations of MetaWorld's scripted experts"
-        ),
-        Registration(
-            "libero", "embodix.data.libero:record_libero", "demonstrations of a scripted controller in LIBERO"
-        ),
-    ]
+def register_config_packages() -> list[Registration]:
+    return [Registration("embodix", "embodix:hydra_conf", "the verbs' configs and the groups of the core")]

@@ -46,8 +46,8 @@ class EmbodixSpec:
         raise NotImplementedError
 
     @hookspec
-    def register_policy_wrappers(self) -> list[Registration]:
-        """Name the policy wrappers by the host's policy type: they make a host policy compute on packed batches."""
+    def register_policies(self) -> list[Registration]:
+        """Name the policies by the host's policy type: a ``PolicySupport``, all that embodix knows of one."""
         raise NotImplementedError
 
     @hookspec
@@ -77,8 +77,23 @@ class EmbodixSpec:
         raise NotImplementedError
 
     @hookspec
-    def register_parallel_strategies(self) -> list[Registration]:
-        """Name the parallel strategies: how a policy is spread over processes."""
+    def register_host_patches(self) -> list[Registration]:
+        """Name the patches of upstream, by their modules: a ``PATCH`` record beside a function ``apply``."""
+        raise NotImplementedError
+
+    @hookspec
+    def register_verbs(self) -> list[Registration]:
+        """Name the verbs of the command line: a function of the arguments that returns the exit code."""
+        raise NotImplementedError
+
+    @hookspec
+    def register_schemas(self) -> list[Registration]:
+        """Name the schemas of configs: a function that stores dataclasses in Hydra's ``ConfigStore``."""
+        raise NotImplementedError
+
+    @hookspec
+    def register_config_packages(self) -> list[Registration]:
+        """Name the packages whose YAML files are config groups: ``package:subpackage``, put on Hydra's search path."""
         raise NotImplementedError
 
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guarded runtime patches of upstream: explicit, version-ranged, applied at most once, undone at the end.
 
-Each patch is one module of ``embodix.patches`` with a ``PATCH`` record and an ``apply(**options)`` function that
-returns its own undo. Upstream's files are never touched.
+Each patch is one module with a ``PATCH`` record and an ``apply(**options)`` function that returns its own undo,
+registered by the hook ``register_host_patches``. Upstream's files are never touched.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-PATCH_PACKAGE = "embodix.patches"
-SIZE_PATCHES = {"pi05": "lerobot_pi05_sizes", "groot": "lerobot_groot_sizes"}  # policy type -> its patch of sizes
+from embodix import plugins
 
 
 class PatchError(RuntimeError):
@@ -31,7 +29,7 @@ class Patch:
     """The papers of a patch.
 
     Attributes:
-        name: module name under ``embodix.patches``.
+        name: that of its module and its registration.
         target: the upstream symbol that is replaced.
         requires: distribution -> version range the patch holds for.
         symptom: what goes wrong without it.
@@ -79,9 +77,8 @@ _applied: dict[str, _Applied] = {}
 
 
 def patch_names() -> list[str]:
-    """Names of all patches that ship with embodix."""
-    package = importlib.import_module(PATCH_PACKAGE)
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    """Names of all registered patches."""
+    return plugins.registry().names("host_patches")
 
 
 def patch_module(name: str) -> ModuleType:
@@ -92,21 +89,8 @@ def patch_module(name: str) -> ModuleType:
     """
     if name not in patch_names():
         raise PatchError(f"No patch is called {name!r}; known: {', '.join(patch_names())}.")
-    return importlib.import_module(f"{PATCH_PACKAGE}.{name}")
-
-
-def sizes_patch(policy_type: str) -> str:
-    """The patch that builds a policy in the sizes of ``architecture``.
-
-    Raises:
-        ValueError: a policy whose sizes can't be chosen.
-    """
-    if policy_type not in SIZE_PATCHES:
-        raise ValueError(
-            f"`architecture` gives sizes to {', '.join(SIZE_PATCHES)}; got it for policy.type={policy_type}. "
-            "Leave it null and set that policy's own fields."
-        )
-    return SIZE_PATCHES[policy_type]
+    target = plugins.registry().registration("host_patches", name).target
+    return importlib.import_module(target.partition(":")[0])
 
 
 def is_applied(name: str) -> bool:

@@ -140,7 +140,8 @@ class PluginRegistry:
 
 
 def _singular(kind: str) -> str:
-    return {"parallel_strategies": "parallel strategy"}.get(kind, kind.removesuffix("s").replace("_", " "))
+    singular = f"{kind.removesuffix('ies')}y" if kind.endswith("ies") else kind.removesuffix("s")
+    return {"host_patches": "patch"}.get(kind, singular.replace("_", " "))
 
 
 def _last_line(text: str | None) -> str:

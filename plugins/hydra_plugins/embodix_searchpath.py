@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes embodix's config groups available to any Hydra application in which embodix is installed.
+"""Makes the config groups of embodix and of its plugins available to any Hydra application in this environment.
 
 ``hydra_plugins`` is a namespace package that Hydra scans at start-up, so this module stays cheap to import.
 """
@@ -9,7 +9,10 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 class EmbodixSearchPath(SearchPathPlugin):
-    """Appends ``pkg://embodix.hydra_conf`` after the application's own configs."""
+    """Appends ``pkg://embodix.hydra_conf``, then every package of the hook ``register_config_packages``."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append("embodix", "pkg://embodix.hydra_conf")
+        from embodix.schema.compose import config_packages
+
+        for package in config_packages():
+            search_path.append("embodix", f"pkg://{package}")

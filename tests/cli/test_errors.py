@@ -156,7 +156,8 @@ def test_resuming_nothing(train: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_field_upstream_rejects_when_resuming(run_verb: Command, demonstrations: Path, tmp_path: Path) -> None:
-    from embodix.testing.host_runs import small_run, train_here
+    from embodix.testing.host_runs import train_here
+    from embodix_pi05.testing import small_run
 
     run = tmp_path / "run"
     train_here(small_run(demonstrations, "train.steps=1", f"train.output_dir={run}"))

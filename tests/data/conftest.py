@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from embodix.data.metaworld import record_metaworld
 from embodix.data.recorded_dataset import RecordedDataset
-from embodix.schema.data import RecordSettings
 from embodix.testing.datasets import write_dataset
+from embodix_metaworld.record_settings import RecordSettings
+from embodix_metaworld.recorder import record_metaworld
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ import mujoco
 import numpy as np
 import pytest
 
-from embodix.data.metaworld_expert import demonstrate
-from embodix.data.metaworld_scene import MetaWorldScene
+from embodix_metaworld.expert import demonstrate
+from embodix_metaworld.scene import MetaWorldScene
 
 
 @pytest.fixture

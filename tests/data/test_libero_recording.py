@@ -10,10 +10,10 @@ import sys
 import numpy as np
 import pytest
 
-from embodix.data.libero import policy_observation, record_libero
-from embodix.data.libero_setup import inspect_libero
 from embodix.data.recorded_dataset import read_manifest
-from embodix.schema.libero_data import LiberoRecordSettings
+from embodix_libero.record_settings import LiberoRecordSettings
+from embodix_libero.recorder import policy_observation, record_libero
+from embodix_libero.setup import inspect_libero
 
 PROBLEM = inspect_libero().problem
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from embodix.data import libero_setup
-from embodix.data.libero_setup import ASSET_FOLDERS, ASSET_PACKAGES, activate_libero, inspect_libero, set_up_libero
+from embodix_libero import setup as libero_setup
+from embodix_libero.setup import ASSET_FOLDERS, ASSET_PACKAGES, activate_libero, inspect_libero, set_up_libero
 
 DOWNLOADS = """
 import os

@@ -19,8 +19,9 @@ from embodix.data.camera_map import camera_table, describe_cameras
 from embodix.data.mixture import build_mixture
 from embodix.data.mixture_spec import decode_mixture
 from embodix.data.preprocessing import PreprocessedBatch, PreprocessingCollate
-from embodix.data.processors import ProcessorCall, merger_for
+from embodix.data.processors import ProcessorCall
 from embodix.data.tokenizer import offline_tokenizer
+from embodix.policies.support import support_of
 
 IMAGES = "observation.images."
 TOKENS, MASK = "observation.language.tokens", "observation.language.attention_mask"
@@ -73,7 +74,7 @@ def collate(mixture, tokenizer_folder):
     with offline_tokenizer(tokenizer_folder):
         call = ProcessorCall(make_pre_post_processors, policy, None, {"dataset_stats": mixture.meta.stats})
         own = [call.build(member, device="cpu")[0] for member in mixture.members]
-        return PreprocessingCollate(own, merger_for(policy, mixture.members, own))
+        return PreprocessingCollate(own, support_of(policy.type).merger(policy, mixture.members, own))
 
 
 def alone(members, name, tokenizer_folder, local):
@@ -173,7 +174,9 @@ def test_images_of_several_sizes_are_resized_as_upstream_does(members, other_siz
     with offline_tokenizer(tokenizer_folder):
         call = ProcessorCall(make_pre_post_processors, policy, None, {"dataset_stats": mixture.meta.stats})
         own = [call.build(member, device="cpu")[0] for member in mixture.members]
-        batch = PreprocessingCollate(own, merger_for(policy, mixture.members, own))([mixture[0], mixture[24]])
+        batch = PreprocessingCollate(own, support_of(policy.type).merger(policy, mixture.members, own))(
+            [mixture[0], mixture[24]]
+        )
     raw = mixture[24][IMAGES + "front"]
     assert raw.shape == (3, 40, 40)
     expected = resize_with_pad_torch(raw[None].permute(0, 2, 3, 1), 28, 28).permute(0, 3, 1, 2)
@@ -214,7 +217,7 @@ def test_a_members_own_marks_are_kept(marked_dataset, members, tokenizer_folder)
     with offline_tokenizer(tokenizer_folder):
         call = ProcessorCall(make_pre_post_processors, policy, None, {"dataset_stats": mixture.meta.stats})
         own = [call.build(member, device="cpu")[0] for member in mixture.members]
-        collate = PreprocessingCollate(own, merger_for(policy, mixture.members, own))
+        collate = PreprocessingCollate(own, support_of(policy.type).merger(policy, mixture.members, own))
     dataset = make_dataset(host_config(pi05_config(), repo_id="embodix/marked", root=str(marked_dataset)))
     marks = [bool(dataset.hf_dataset[index]["camera_is_pad"][1]) for index in range(0, len(dataset), 9)]
     assert set(marks) == {False, True}
@@ -300,7 +303,7 @@ def test_proportions_hold_over_draws(members):
 
 def test_upstreams_make_policy_accepts_the_mixture(mixture):
     from embodix.patching import patched
-    from embodix.testing.pi05 import SMALL_ARCHITECTURE
+    from embodix_pi05.testing import SMALL_ARCHITECTURE
 
     with patched({"lerobot_pi05_sizes": {"architecture": SMALL_ARCHITECTURE}}):
         policy = make_policy(pi05_config(), ds_meta=mixture.meta)

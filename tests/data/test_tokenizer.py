@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from embodix.data.instructions import INSTRUCTIONS
-from embodix.data.tokenizer import HUB_ID, build_tokenizer, offline_tokenizer
+from embodix.data.tokenizer import build_tokenizer, offline_tokenizer
+from embodix.policies.support import support_of
+from embodix_metaworld.instructions import INSTRUCTIONS
 
+HUB_ID = support_of("pi05").tokenizer_hub_id
 CORPUS = sorted(INSTRUCTIONS.values())
 PROMPT = "Task: Press the button from the top, State: 12 200 -1 45;\nAction: "
 
@@ -62,7 +64,7 @@ def test_any_text_survives_and_stays_inside_the_vocabulary(tokenizer, text):
 
 
 def test_building_is_deterministic(folder, tmp_path):
-    again = build_tokenizer(CORPUS, tmp_path, vocab_size=1024)
+    (again,) = build_tokenizer(CORPUS, tmp_path, vocab_size=1024)
     first = next(folder.glob("hub/*/snapshots/*"))
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         assert (again / name).read_bytes() == (first / name).read_bytes()

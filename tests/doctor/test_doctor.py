@@ -17,10 +17,10 @@ from embodix.doctor import machine
 from embodix.doctor.findings import find_implementations, find_patches, find_versions
 from embodix.doctor.machine import AttentionTarget, MachineFinding, rendering_problem
 from embodix.doctor.needs import attention_target
-from embodix.evaluation import rlinf_needs
 from embodix.patching import patch_names
 from embodix.plugins import PluginError, PluginRegistry, load_plugins, registry
 from embodix.schema.compose import compose
+from embodix_rlinf_sims import needs as rlinf_needs
 
 HEALTHY_MACHINE = MachineFinding(
     python="3.12", system="Linux", cpu="a CPU", num_cores=2, memory_gib=8.0, rendering={"egl": None, "osmesa": "absent"}

@@ -12,19 +12,20 @@ import pytest
 import torch
 
 from embodix import plugins
-from embodix.evaluation.accuracy_gate import GateResult, recipe_numbers, run_gate, run_low_precision_gate
-from embodix.evaluation.held_out import HeldOutBatches
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.quantization.block_weight import BlockScaledWeight
-from embodix.quantization.blocks import ScaledWeight, quantize_blocks
-from embodix.quantization.fp8_block import Fp8BlockQuantizer
-from embodix.quantization.precision.block_scaling import BlockScaledFp8
+from embodix.quantization.accuracy_gate import GateResult, recipe_numbers, run_gate, run_low_precision_gate
+from embodix.quantization.held_out import HeldOutBatches
 from embodix.quantization.selection import choose_modules
 from embodix.quantization.thresholds import RecipeNumbers
 from embodix.schema.gate import GateSettings
-from embodix.testing import groot, pi05
+from embodix_fp8.block_weight import BlockScaledWeight
+from embodix_fp8.blocks import ScaledWeight, quantize_blocks
+from embodix_fp8.fp8_block import Fp8BlockQuantizer
+from embodix_fp8.precision.block_scaling import BlockScaledFp8
+from embodix_groot import pi05
+from embodix_groot import testing as groot
+from embodix_groot.wrapper import GrootN15Wrapper
+from embodix_pi05.wrapper import Pi05Wrapper
 
 SETTINGS = GateSettings(num_samples=6, batch_size=3)
 EPISODES = [0, 0, 1, 1, 2, 2]

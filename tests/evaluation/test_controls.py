@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodix.data.metaworld import record_metaworld
 from embodix.evaluation.controls import applicable_controls, mean_action_sequence
-from embodix.schema.data import RecordSettings
+from embodix_metaworld.record_settings import RecordSettings
+from embodix_metaworld.recorder import record_metaworld
 
 TASK = "drawer-close-v3"
 

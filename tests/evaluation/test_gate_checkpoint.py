@@ -12,15 +12,17 @@ from lerobot.datasets.factory import make_dataset
 from lerobot.policies.factory import make_pre_post_processors
 from torch.utils.data import default_collate
 
-from embodix.evaluation.gate_checkpoint import gate_checkpoint, gated_checkpoint
-from embodix.evaluation.held_out import held_out_batches
-from embodix.evaluation.model_folder import find_model
-from embodix.evaluation.policy_loading import prepared_host
-from embodix.quantization.fp8_block import Fp8BlockQuantizer
+from embodix.checkpoints.model_folder import find_model
+from embodix.checkpoints.policy_loading import prepared_host
+from embodix.quantization.gate_checkpoint import gate_checkpoint, gated_checkpoint
+from embodix.quantization.held_out import held_out_batches
 from embodix.schema.compose import compose
 from embodix.schema.gate import GateSettings
-from embodix.testing.host_runs import small_groot_run, small_run, train_here
+from embodix.testing.host_runs import train_here
 from embodix.training.host_config import decode_host_config
+from embodix_fp8.fp8_block import Fp8BlockQuantizer
+from embodix_groot.testing import small_groot_run
+from embodix_pi05.testing import small_run
 
 pytestmark = pytest.mark.slow
 SETTINGS = GateSettings(num_samples=6, batch_size=4)

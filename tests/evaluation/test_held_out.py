@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from embodix.evaluation.held_out import _trained_on, choose_episodes, spread_frames
+from embodix.quantization.held_out import _trained_on, choose_episodes, spread_frames
 
 ONE_TASK, TWO_TASKS = ["open"] * 40, ["open"] * 20 + ["close"] * 20
 

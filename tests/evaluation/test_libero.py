@@ -18,11 +18,11 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.processor.env_processor import LiberoProcessorStep
 from omegaconf import OmegaConf
 
-from embodix.data import libero_setup
-from embodix.data.libero_setup import inspect_libero
-from embodix.evaluation.libero import SUITES, EmbodixLiberoConfig, LiberoSimulators
 from embodix.schema.compose import compose
 from embodix.training.host_config import decode_env
+from embodix_libero import setup as libero_setup
+from embodix_libero.environment import SUITES, EmbodixLiberoConfig, LiberoSimulators
+from embodix_libero.setup import inspect_libero
 
 PROBLEM = inspect_libero().problem
 needs_libero = pytest.mark.skipif(PROBLEM is not None, reason=f"LIBERO is not set up: {PROBLEM}; run `make libero`")
@@ -95,7 +95,7 @@ def test_images_and_states_are_upstreams_to_the_bit():
     compared = _run("""
         import json
         import numpy as np
-        from embodix.evaluation.libero import EmbodixLiberoConfig
+        from embodix_libero.environment import EmbodixLiberoConfig
         size = dict(observation_height=64, observation_width=64)
         simulators = EmbodixLiberoConfig(task_ids=[4], **size).simulators()
         from lerobot.envs.libero import LiberoEnv, _get_suite
@@ -138,7 +138,7 @@ def test_two_scenes_share_a_process_and_the_expert_solves_both():
     result = _run("""
         import json
         import numpy as np
-        from embodix.evaluation.libero import EmbodixLiberoConfig
+        from embodix_libero.environment import EmbodixLiberoConfig
         size = dict(observation_height=64, observation_width=64)
         simulators = EmbodixLiberoConfig(task_ids=[0, 2], render="fast", **size).simulators()
         first, second = map(simulators.build, simulators.tasks)

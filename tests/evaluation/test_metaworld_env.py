@@ -12,9 +12,9 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.envs.factory import make_env
 from lerobot.envs.utils import add_envs_task, close_envs, env_to_policy_features, preprocess_observation
 
-from embodix.data.instructions import INSTRUCTIONS
-from embodix.data.metaworld_scene import CAMERA_VIEWS, MetaWorldScene
-from embodix.evaluation.metaworld import EmbodixMetaworldConfig, MetaWorldEnv
+from embodix_metaworld.environment import EmbodixMetaworldConfig, MetaWorldEnv
+from embodix_metaworld.instructions import INSTRUCTIONS
+from embodix_metaworld.scene import CAMERA_VIEWS, MetaWorldScene
 
 TASK = "button-press-topdown-v3"
 

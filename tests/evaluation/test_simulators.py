@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from lerobot.envs.configs import LiberoEnv, MetaworldEnv, PushtEnv
 
-from embodix.data.instructions import INSTRUCTIONS
-from embodix.data.metaworld_scene import FRAME_SIZE, MetaWorldScene
+from embodix.contracts import HasExpert
 from embodix.evaluation.actors import ExpertActor, ReplayActor
 from embodix.evaluation.engine import EngineSettings, run_episodes
 from embodix.evaluation.episodes import Episode
-from embodix.evaluation.metaworld import EmbodixMetaworldConfig
-from embodix.evaluation.metaworld_simulator import MetaWorldSimulator, MetaWorldView
-from embodix.evaluation.simulators import HasExpert, simulators_of
+from embodix.evaluation.simulators import simulators_of
+from embodix_metaworld.environment import EmbodixMetaworldConfig
+from embodix_metaworld.instructions import INSTRUCTIONS
+from embodix_metaworld.scene import FRAME_SIZE, MetaWorldScene
+from embodix_metaworld.simulator import MetaWorldSimulator, MetaWorldView
 
 TASK = "button-press-topdown-v3"
 BUILD = """

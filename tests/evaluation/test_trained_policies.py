@@ -12,15 +12,17 @@ from lerobot.envs.factory import make_env, make_env_pre_post_processors
 from lerobot.envs.utils import close_envs
 from lerobot.scripts.lerobot_eval import rollout
 
+from embodix.checkpoints.model_folder import find_model
+from embodix.checkpoints.policy_loading import PolicyChoices, loaded_policy
 from embodix.evaluation.actors import PolicyActor
 from embodix.evaluation.engine import Engine, EngineSettings, run_episodes
 from embodix.evaluation.episodes import plan_episodes
-from embodix.evaluation.metaworld import EmbodixMetaworldConfig
-from embodix.evaluation.model_folder import find_model
 from embodix.evaluation.noise import EpisodeNoise, episode_generator
-from embodix.evaluation.policy_loading import PolicyChoices, loaded_policy
 from embodix.evaluation.simulators import simulators_of
-from embodix.testing.host_runs import small_groot_run, small_run, train_here
+from embodix.testing.host_runs import train_here
+from embodix_groot.testing import small_groot_run
+from embodix_metaworld.environment import EmbodixMetaworldConfig
+from embodix_pi05.testing import small_run
 
 pytestmark = pytest.mark.slow
 TASKS = ("reach-v3", "button-press-topdown-v3")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from embodix.testing.host_runs import small_run
+from embodix_pi05.testing import small_run
 
 NUM_STEPS = 4
 FAILING_RUN = Path(__file__).with_name("failing_run.py")

@@ -17,7 +17,7 @@ import sys
 import torch
 
 from embodix.cli.main import dispatch
-from embodix.quantization.tensor_file import TensorFileWriter
+from embodix_fp8.tensor_file import TensorFileWriter
 
 FILE_LIMIT = 64 * 1024
 write = TensorFileWriter.write

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodix.testing.host_runs import small_run, train_here
+from embodix.testing.host_runs import train_here
+from embodix_pi05.testing import small_run
 
 LOST = "model.action_in_proj.weight"
 

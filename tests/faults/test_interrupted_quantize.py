@@ -15,8 +15,8 @@ import pytest
 from safetensors.torch import save_file
 
 from embodix.cli.main import dispatch
-from embodix.quantization.file_format import QuantizedWeights
-from embodix.testing.pi05 import SMALL_ARCHITECTURE, small_pi05
+from embodix_fp8.file_format import QuantizedWeights
+from embodix_pi05.testing import SMALL_ARCHITECTURE, small_pi05
 
 FAILING = Path(__file__).with_name("failing_quantize.py")
 Quantize = Callable[..., subprocess.CompletedProcess[str]]

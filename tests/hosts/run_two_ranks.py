@@ -17,8 +17,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from embodix.schema.train import NamedChoice
 from embodix.testing.host_runs import train_upstream
-from embodix.testing.pi05 import random_batch, small_pi05
 from embodix.training.features import FeatureSelection, install_features
+from embodix_pi05.testing import random_batch, small_pi05
 
 VALID_STEPS = ((6, 2), (1, 3))  # valid action steps of each sample, by rank
 PROMPTS = ((5, 9), (3, 12))

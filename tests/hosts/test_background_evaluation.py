@@ -12,7 +12,8 @@ from embodix.cli.main import dispatch
 from embodix.report.evaluation import read_evaluation
 from embodix.report.evaluations import best_evaluation, read_evaluations
 from embodix.report.steps import read_steps
-from embodix.testing.host_runs import small_run, train_here
+from embodix.testing.host_runs import train_here
+from embodix_pi05.testing import small_run
 
 pytestmark = pytest.mark.slow
 SIMULATOR = ["env=metaworld", "env.image_size=28", "env.episode_length=6"]

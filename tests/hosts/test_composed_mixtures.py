@@ -16,9 +16,11 @@ import pytest
 from embodix.packing.batches import StreamPosition
 from embodix.report.steps import StepRecord, read_steps
 from embodix.testing.datasets import write_dataset
-from embodix.testing.host_runs import small_groot_run, small_run, train_here
+from embodix.testing.host_runs import train_here
 from embodix.training.composition import Composition
 from embodix.training.session import current_session
+from embodix_groot.testing import small_groot_run
+from embodix_pi05.testing import small_run
 
 MEMBERS = (
     "dataset.members={{arm: {{repo_id: embodix/arm, root: {arm}, cameras: {{front: base, wrist: wrist}}}},"

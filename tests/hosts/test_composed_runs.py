@@ -16,9 +16,10 @@ import torch
 
 from embodix.report.manifest import load_manifest
 from embodix.report.steps import StepRecord, read_steps
-from embodix.testing.host_runs import small_run, train_here
+from embodix.testing.host_runs import train_here
 from embodix.training.composition import require_composable
 from embodix.training.session import TrainingSession, current_session
+from embodix_pi05.testing import small_run
 
 NUM_STEPS = 6
 COMPOSED = ["+plugin=embodix", "packing=token_budget", "train.batch_size=8", "train.save_freq=3"]
@@ -28,8 +29,8 @@ TWO_BINS = "packing.options.bins_per_step=2"
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two tasks of one episode, one of two cameras absent in some episodes; a prompt holds the state."""
-    from embodix.data.metaworld import record_metaworld
-    from embodix.schema.data import RecordSettings
+    from embodix_metaworld.record_settings import RecordSettings
+    from embodix_metaworld.recorder import record_metaworld
 
     root = tmp_path_factory.mktemp("recording") / "dataset"
     settings = RecordSettings(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from embodix.cli.main import dispatch
-from embodix.testing.host_runs import small_run, train_here
+from embodix.testing.host_runs import train_here
+from embodix_pi05.testing import small_run
 
 pytestmark = pytest.mark.slow
 Command = Callable[..., tuple[int, str, str]]

@@ -9,10 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from embodix import hydra_conf
-from embodix.data.instructions import instruction_for
-from embodix.data.metaworld_scene import task_names
 from embodix.schema.compose import compose
 from embodix.training.host_config import decode_host_config, require_landed_groups
+from embodix_metaworld.instructions import instruction_for
+from embodix_metaworld.scene import task_names
 
 EXPERIMENTS = sorted(
     path.stem

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from embodix.patching import patched
 from embodix.report.steps import read_steps
-from embodix.testing.host_runs import small_groot_run, train_here, train_upstream
+from embodix.testing.host_runs import train_here, train_upstream
+from embodix_groot.testing import small_groot_run
 
 Weights = dict[str, torch.Tensor]
 NUM_STEPS = 6
@@ -67,7 +68,8 @@ def test_the_front_trains_what_upstream_trains(
     demonstrations: Path, run: Path, tmp_path: Path, weights_of: Callable[[Path], Weights]
 ) -> None:
     folder = tmp_path / "upstream"
-    losses = train_upstream(small_groot_run(demonstrations, f"train.steps={NUM_STEPS}", f"train.output_dir={folder}"))
+    overrides = small_groot_run(demonstrations, f"train.steps={NUM_STEPS}", f"train.output_dir={folder}")
+    losses = train_upstream(overrides, needed=["lerobot_groot_runs"])
     assert [record.loss for record in read_steps(run / "steps.jsonl")] == losses
     assert len(set(losses)) == NUM_STEPS
     ours, upstreams = weights_of(run), weights_of(folder)

@@ -23,22 +23,24 @@ from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch.utils.data import default_collate
 
 from embodix.attention.segment import SegmentAuto
+from embodix.checkpoints.model_folder import find_model
 from embodix.data.embodiments import embodiment_folder, load_embodiment
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.evaluation.evaluate import run_evaluation
-from embodix.evaluation.gate_checkpoint import gate_checkpoint
-from embodix.evaluation.model_folder import find_model
 from embodix.packing.packers import PaddingFreePacker
 from embodix.patching import patched
 from embodix.policies.cost import read_dataset_facts
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.quantization.fp8_block import Fp8BlockQuantizer
+from embodix.quantization.gate_checkpoint import gate_checkpoint
 from embodix.report.steps import read_steps
 from embodix.schema.compose import compose
 from embodix.schema.gate import GateSettings
-from embodix.testing.host_runs import small_groot_run, small_run, train_here
+from embodix.testing.host_runs import train_here
 from embodix.training.session import TrainingSession, current_session
+from embodix_fp8.fp8_block import Fp8BlockQuantizer
+from embodix_groot.testing import small_groot_run
+from embodix_groot.wrapper import GrootN15Wrapper
+from embodix_pi05.testing import small_run
 
 Weights = dict[str, torch.Tensor]
 MEMBERS = (

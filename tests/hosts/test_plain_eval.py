@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from embodix.data.rendering import select_gl_backend
-from embodix.testing.host_runs import small_run, train_here
+from embodix.testing.host_runs import train_here
+from embodix_pi05.testing import small_run
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("eval_small_pi05.py")

@@ -16,13 +16,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from embodix.quantization.precision import block_scaling
-from embodix.quantization.precision.block_rounding import BlockRoundedLinear
-from embodix.quantization.precision.block_scaling import EmulatedBlocks
-from embodix.quantization.precision.gemm_gate import GemmGate
 from embodix.report.steps import read_steps
-from embodix.testing.host_runs import small_groot_run, small_run, train_here
+from embodix.testing.host_runs import train_here
 from embodix.training.session import TrainingSession
+from embodix_fp8.precision import block_scaling
+from embodix_fp8.precision.block_rounding import BlockRoundedLinear
+from embodix_fp8.precision.block_scaling import EmulatedBlocks
+from embodix_fp8.precision.gemm_gate import GemmGate
+from embodix_groot.testing import small_groot_run
+from embodix_pi05.testing import small_run
 
 Weights = dict[str, torch.Tensor]
 NUM_STEPS, HALF = 6, 3

@@ -15,7 +15,9 @@ import torch
 from embodix.data.preprocessing import LoopPreprocessor, MicroBatches, PreprocessedBatch
 from embodix.patching import replace_attribute
 from embodix.report.steps import read_steps
-from embodix.testing.host_runs import small_groot_run, small_run, train_here
+from embodix.testing.host_runs import train_here
+from embodix_groot.testing import small_groot_run
+from embodix_pi05.testing import small_run
 
 RUNS = {"pi05": small_run, "groot": small_groot_run}
 Weights = dict[str, torch.Tensor]

@@ -15,14 +15,17 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
 from safetensors.torch import load_file
 
+from embodix.checkpoints.model_folder import find_model
+from embodix.checkpoints.policy_loading import PolicyChoices, loaded_policy
+from embodix.checkpoints.weight_loading import WeightLoadError
 from embodix.cli.main import dispatch
-from embodix.evaluation.model_folder import find_model
-from embodix.evaluation.policy_loading import PolicyChoices, loaded_policy
-from embodix.patching import patched, sizes_patch
-from embodix.policies.weight_loading import WeightLoadError
-from embodix.quantization.block_weight import BlockScaledWeight
-from embodix.testing.host_runs import small_groot_run, small_run, train_here
+from embodix.patching import patched
+from embodix.policies.support import sizes_patch
+from embodix.testing.host_runs import train_here
 from embodix.training.host_config import decode_env
+from embodix_fp8.block_weight import BlockScaledWeight
+from embodix_groot.testing import small_groot_run
+from embodix_pi05.testing import small_run
 
 pytestmark = pytest.mark.slow
 Command = Callable[..., tuple[int, str, str]]

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GemmaForCausalLM
 
+from embodix.checkpoints.model_folder import ModelFolder
 from embodix.cli.main import dispatch
-from embodix.evaluation import quantize as quantize_module
-from embodix.evaluation.model_folder import ModelFolder
-from embodix.quantization.file_format import CONFIG_KEY, QuantizedWeights, is_quantized
-from embodix.testing.pi05 import SMALL_ARCHITECTURE, small_pi05
+from embodix.quantization import quantize_run as quantize_module
+from embodix_fp8.file_format import CONFIG_KEY, QuantizedWeights, is_quantized
+from embodix_pi05.testing import SMALL_ARCHITECTURE, small_pi05
 
 Quantize = Callable[..., Path]
 Model = tuple[Path, dict[str, Tensor]]

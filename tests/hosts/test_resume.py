@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from embodix.report.steps import read_steps
-from embodix.testing.host_runs import small_run, train_here, train_upstream
+from embodix.testing.host_runs import train_here, train_upstream
 from embodix.training.checkpoint import find_checkpoint
+from embodix_pi05.testing import small_run
 
 Weights = dict[str, torch.Tensor]
 NUM_STEPS = 6

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from embodix.cli.main import dispatch
-from embodix.testing.host_runs import small_run
+from embodix_pi05.testing import small_run
 
 pytestmark = pytest.mark.slow
 

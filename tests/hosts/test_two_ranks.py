@@ -16,8 +16,7 @@ import torch
 
 from embodix.report.steps import read_steps
 from embodix.testing.errors import compare_gradients, gradients_of
-from embodix.testing.host_runs import small_run
-from embodix.testing.pi05 import small_pi05, upstream_losses
+from embodix_pi05.testing import small_pi05, small_run, upstream_losses
 
 pytestmark = pytest.mark.slow
 SCRIPT, FP8_SCRIPT = (Path(__file__).with_name(name) for name in ("run_two_ranks.py", "fp8_two_ranks.py"))

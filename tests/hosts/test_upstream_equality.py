@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodix.testing.host_runs import small_run, train_here, train_upstream
+from embodix.testing.host_runs import train_here, train_upstream
+from embodix_pi05.testing import small_run
 
 NUM_STEPS = 10
 Weights = dict[str, torch.Tensor]

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embodix.contracts import BatchComposer
 from embodix.data.order import ShuffledOrder
 from embodix.packing.balance import assign_to_ranks
 from embodix.packing.batches import BatchStream, Step
-from embodix.packing.composer import BatchComposer, FixedCountComposer
+from embodix.packing.composer import FixedCountComposer
 from embodix.packing.cost import CostModel
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.packing.sequence_length import SequenceLengthPacker

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
-from embodix.policies.pi05.wrapper import Pi05Wrapper
-from embodix.testing import groot, pi05
+from embodix_groot import pi05
+from embodix_groot import testing as groot
+from embodix_groot.wrapper import GrootN15Wrapper
+from embodix_pi05.wrapper import Pi05Wrapper
 
 
 @dataclass(frozen=True)

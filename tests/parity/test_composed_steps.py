@@ -15,9 +15,10 @@ import torch
 
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.testing.composed_steps import (
+from embodix.testing.errors import compare_gradients, gradients_of
+from embodix_pi05.testing import small_pi05, upstream_losses
+from embodix_pi05.testing_steps import (
     ACTION_DIMS,
     VALID_STEPS,
     StepResult,
@@ -25,8 +26,7 @@ from embodix.testing.composed_steps import (
     run_step,
     seven_samples,
 )
-from embodix.testing.errors import compare_gradients, gradients_of
-from embodix.testing.pi05 import small_pi05, upstream_losses
+from embodix_pi05.wrapper import Pi05Wrapper
 
 RANK_SCRIPT = Path(__file__).with_name("composed_step_rank.py")
 ALL = tuple(range(7))

@@ -19,11 +19,11 @@ from embodix.packing.layout import PackedLayout
 from embodix.packing.packers import PaddingFreePacker
 from embodix.packing.sequence_length import SequenceLengthPacker
 from embodix.packing.sizes import SampleSizes
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
-from embodix.testing.pi05 import random_batch, small_pi05
-from embodix.testing.pi05_runs import run_fast
+from embodix_pi05.testing import random_batch, small_pi05
+from embodix_pi05.testing_runs import run_fast
+from embodix_pi05.wrapper import Pi05Wrapper
 
 NUM_SAMPLES, PATCHES = 60, 4
 

@@ -10,9 +10,10 @@ from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.quantization import selection
-from embodix.quantization.fp8_block import Fp8BlockQuantizer
-from embodix.testing import groot, groot_runs, pi05, pi05_runs
 from embodix.testing.errors import compare_gradients, relative_error
+from embodix_fp8.fp8_block import Fp8BlockQuantizer
+from embodix_groot import groot_runs, pi05, pi05_runs
+from embodix_groot import testing as groot
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())
 CHOICES = {

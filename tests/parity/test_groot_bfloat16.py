@@ -10,8 +10,8 @@ from embodix.attention.segment import SegmentGemm, SegmentSdpa
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients, relative_error
-from embodix.testing.groot import random_batch, small_groot
-from embodix.testing.groot_runs import fast_actions, reference_actions, run_fast, run_reference, strengthen
+from embodix_groot.testing import random_batch, small_groot
+from embodix_groot.testing_runs import fast_actions, reference_actions, run_fast, run_reference, strengthen
 
 SEEDS = range(4)
 

@@ -13,13 +13,13 @@ from diffusers.models.embeddings import SinusoidalPositionalEmbedding
 from embodix.attention import Segments
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.groot_n15 import backbone, fast_path, language_model, training
-from embodix.policies.groot_n15.attention import DenseTokens, VarlenTokens
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
-from embodix.testing.groot import random_batch, small_groot
-from embodix.testing.groot_runs import run_fast, run_reference, strengthen
+from embodix_groot import backbone, fast_path, language_model, training
+from embodix_groot.attention import DenseTokens, VarlenTokens
+from embodix_groot.testing import random_batch, small_groot
+from embodix_groot.testing_runs import run_fast, run_reference, strengthen
+from embodix_groot.wrapper import GrootN15Wrapper
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())
 DENSE = FastPathSettings(PaddingFreePacker(), None)

@@ -16,8 +16,8 @@ from embodix.attention.segment import SegmentAuto, SegmentGemm
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
-from embodix.testing.groot import SMALL_ARCHITECTURE, random_batch, small_groot
-from embodix.testing.groot_runs import (
+from embodix_groot.testing import SMALL_ARCHITECTURE, random_batch, small_groot
+from embodix_groot.testing_runs import (
     fast_actions,
     reference_actions,
     run_fast,

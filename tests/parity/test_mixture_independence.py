@@ -21,12 +21,13 @@ from embodix.attention.segment import SegmentAuto
 from embodix.data.mixture import MixtureDataset, build_mixture
 from embodix.data.mixture_spec import decode_mixture
 from embodix.data.preprocessing import PreprocessedBatch, PreprocessingCollate
-from embodix.data.processors import ProcessorCall, merger_for
+from embodix.data.processors import ProcessorCall
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.testing.pi05 import SMALL_ARCHITECTURE, small_pi05, upstream_losses
+from embodix.policies.support import support_of
+from embodix_pi05.testing import SMALL_ARCHITECTURE, small_pi05, upstream_losses
+from embodix_pi05.wrapper import Pi05Wrapper
 
 SETTINGS = {
     "packed": FastPathSettings(PaddingFreePacker(), SegmentAuto()),
@@ -61,7 +62,7 @@ def collate(policy, mixture, demonstrations) -> PreprocessingCollate:
     with offline_tokenizer(demonstrations / "tokenizer"):
         call = ProcessorCall(make_pre_post_processors, policy.config, None, {"dataset_stats": mixture.meta.stats})
         own = [call.build(member, device="cpu")[0] for member in mixture.members]
-    return PreprocessingCollate(own, merger_for(policy.config, mixture.members, own))
+    return PreprocessingCollate(own, support_of(policy.config.type).merger(policy.config, mixture.members, own))
 
 
 @pytest.fixture(params=SETTINGS)

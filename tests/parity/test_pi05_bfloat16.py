@@ -10,8 +10,8 @@ from embodix.attention.segment import SegmentGemm, SegmentSdpa
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients, relative_error
-from embodix.testing.pi05 import random_batch, small_pi05
-from embodix.testing.pi05_runs import fast_actions, run_fast, run_upstream, upstream_actions
+from embodix_pi05.testing import random_batch, small_pi05
+from embodix_pi05.testing_runs import fast_actions, run_fast, run_upstream, upstream_actions
 
 SEEDS = range(4)
 

@@ -11,11 +11,11 @@ import torch
 from embodix.attention import Segments
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.pi05 import cameras, fast_path, layers, prefix_lm, training
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
-from embodix.testing.pi05 import random_batch, small_pi05
-from embodix.testing.pi05_runs import run_fast, run_upstream
+from embodix_pi05 import cameras, fast_path, layers, prefix_lm, training
+from embodix_pi05.testing import random_batch, small_pi05
+from embodix_pi05.testing_runs import run_fast, run_upstream
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())
 
@@ -117,7 +117,7 @@ def test_a_missing_zero_gradient_is_noticed(case, monkeypatch):
 
 def test_a_neighbour_changes_no_other_sample(case):
     policy, batch, _ = case
-    from embodix.policies.pi05.wrapper import Pi05Wrapper
+    from embodix_pi05.wrapper import Pi05Wrapper
 
     installation = Pi05Wrapper().install(policy, FAST)
     poisoned = {key: value.clone() for key, value in batch.items()}

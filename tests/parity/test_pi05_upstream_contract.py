@@ -10,10 +10,10 @@ import torch
 
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.testing.pi05 import random_batch, small_pi05
-from embodix.testing.pi05_runs import fast_actions, run_fast, run_upstream, upstream_actions
+from embodix_pi05.testing import random_batch, small_pi05
+from embodix_pi05.testing_runs import fast_actions, run_fast, run_upstream, upstream_actions
+from embodix_pi05.wrapper import Pi05Wrapper
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from embodix.patching import patched, replace_attribute
-from embodix.policies.groot_n15.assets import BASE_MODEL, AssetSettings, prepare_assets
-from embodix.testing.groot import SMALL_ARCHITECTURE
+from embodix_groot.assets import BASE_MODEL, AssetSettings, prepare_assets
+from embodix_groot.testing import SMALL_ARCHITECTURE
 
 INSTRUCTIONS = ("reach the goal", "press the big red button from above, then wait until the light goes out")
 ARCHITECTURE: dict[str, Any] = copy.deepcopy(SMALL_ARCHITECTURE)
@@ -48,7 +48,7 @@ def assets() -> Path:
 
 def policy_config(folder: Path | None = None, **fields: Any) -> Any:
     """A ``GrootConfig`` of the small size whose files are in ``folder``."""
-    from embodix.testing.groot import groot_policy_config
+    from embodix_groot.testing import groot_policy_config
 
     folder = folder or assets()
     paths = {"tokenizer_assets_repo": str(folder), "base_model_path": str(folder / BASE_MODEL)}

@@ -12,7 +12,9 @@ import torch
 
 from embodix.attention.segment import SegmentSdpa
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
-from embodix.policies.pi05.cost import (
+from embodix.policies.settings import FastPathSettings
+from embodix.training.flops import flop_counter
+from embodix_pi05.cost import (
     EMBODIX,
     UPSTREAM,
     Computation,
@@ -23,11 +25,9 @@ from embodix.policies.pi05.cost import (
     step_flops,
     token_shares,
 )
-from embodix.policies.pi05.cost_sizes import num_parameters, parameter_groups, sizes_of
-from embodix.policies.pi05.wrapper import Pi05Wrapper
-from embodix.policies.settings import FastPathSettings
-from embodix.testing.pi05 import SMALL_ARCHITECTURE, random_batch, small_pi05
-from embodix.training.flops import flop_counter
+from embodix_pi05.cost_sizes import num_parameters, parameter_groups, sizes_of
+from embodix_pi05.testing import SMALL_ARCHITECTURE, random_batch, small_pi05
+from embodix_pi05.wrapper import Pi05Wrapper
 
 REAL = sizes_of({})
 FIELDS = {"image_resolution": (28, 28), "tokenizer_max_length": 24, "chunk_size": 6, "max_action_dim": 8}
@@ -173,7 +173,7 @@ def test_impossible_questions_are_refused():
 
 
 def test_the_model_imports_no_torch():
-    code = "import sys, embodix.policies.pi05.cost, embodix.policies.pi05.cost_memory; sys.exit('torch' in sys.modules)"
+    code = "import sys, embodix_pi05.cost, embodix_pi05.cost_memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

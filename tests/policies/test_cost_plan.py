@@ -13,11 +13,11 @@ import pandas
 import pytest
 
 from embodix.policies.cost import padded_action_share, read_dataset_facts
-from embodix.policies.pi05.cost import EMBODIX, Sample, flop_bound
-from embodix.policies.pi05.cost_plan import camera_slots, plan_training, speed_bounds
-from embodix.policies.pi05.cost_prompt import prompt_lengths, token_counter
-from embodix.policies.pi05.cost_sizes import sizes_of
-from embodix.testing.pi05 import SMALL_ARCHITECTURE
+from embodix_pi05.cost import EMBODIX, Sample, flop_bound
+from embodix_pi05.cost_plan import camera_slots, plan_training, speed_bounds
+from embodix_pi05.cost_prompt import prompt_lengths, token_counter
+from embodix_pi05.cost_sizes import sizes_of
+from embodix_pi05.testing import SMALL_ARCHITECTURE
 
 CAMERAS = ("observation.images.front", "observation.images.gripper")
 STATE = {"q01": [-1.0, 0.0], "q10": [-0.5, 0.1], "q50": [0.0, 0.5], "q90": [0.5, 0.9], "q99": [1.0, 1.0]}

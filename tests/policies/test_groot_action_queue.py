@@ -9,9 +9,9 @@ import torch
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
 from embodix.patching import patched
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.testing.groot import random_batch, small_groot
+from embodix_groot.testing import random_batch, small_groot
+from embodix_groot.wrapper import GrootN15Wrapper
 
 
 @pytest.fixture

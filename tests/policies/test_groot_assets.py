@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import Qwen2Tokenizer
 
-from embodix.policies.groot_n15 import assets as assets_module
-from embodix.policies.groot_n15.architecture import SPECIAL_TOKENS, tokens_per_image
-from embodix.policies.groot_n15.assets import RECORD_FILE, prepare_assets
+from embodix_groot import assets as assets_module
+from embodix_groot.architecture import SPECIAL_TOKENS, tokens_per_image
+from embodix_groot.assets import RECORD_FILE, prepare_assets
 
 from .groot_files import ARCHITECTURE, INSTRUCTIONS, SETTINGS, assets, no_network
 

@@ -9,12 +9,12 @@ import pytest
 
 from embodix.attention.segment import SegmentSdpa
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.groot_n15.cost import Work, sample_flops, sizes_of, speed_bounds
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.report.steps import PHASES, StepRecord, TokenRecord
-from embodix.testing.groot import SMALL_ARCHITECTURE, random_batch, small_groot
 from embodix.training.flops import flop_counter
+from embodix_groot.cost import Work, sample_flops, sizes_of, speed_bounds
+from embodix_groot.testing import SMALL_ARCHITECTURE, random_batch, small_groot
+from embodix_groot.wrapper import GrootN15Wrapper
 
 TEXT, IMAGES, BATCH = 9, 2, 2
 POLICY = {"max_state_dim": 12, "max_action_dim": 8, "chunk_size": 16}

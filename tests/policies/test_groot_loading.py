@@ -8,18 +8,18 @@ import shutil
 
 import pytest
 import torch
-from embodix.patches import lerobot_groot_runs
-from embodix.patches.lerobot_groot_strict_load import weight_files
 from lerobot.policies import pretrained
 from lerobot.policies.groot.eagle2_hg_model.modeling_eagle2_5_vl import Eagle25VLPreTrainedModel
 from lerobot.policies.groot.groot_n1 import GR00TN15
 from lerobot.policies.groot.modeling_groot import GrootPolicy
 from safetensors.torch import load_file, save_file
 
+from embodix.checkpoints.weight_loading import WeightLoadError
 from embodix.patching import patched
-from embodix.policies.groot_n15.assets import BASE_MODEL
-from embodix.policies.weight_loading import WeightLoadError
-from embodix.testing.groot import small_groot
+from embodix_groot.assets import BASE_MODEL
+from embodix_groot.patches import lerobot_groot_runs
+from embodix_groot.patches.lerobot_groot_strict_load import weight_files
+from embodix_groot.testing import small_groot
 
 from .groot_files import ARCHITECTURE, assets, no_network, policy_config, processed
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from embodix.attention.segment import SegmentSdpa
+from embodix.contracts import ChecksReference
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.groot_n15.wrapper import GrootInstallation, GrootN15Wrapper
-from embodix.policies.settings import ChecksReference, FastPathSettings
-from embodix.testing.groot import SMALL_ARCHITECTURE, random_batch, small_groot
-from embodix.testing.groot_runs import strengthen
+from embodix.policies.settings import FastPathSettings
+from embodix_groot.testing import SMALL_ARCHITECTURE, random_batch, small_groot
+from embodix_groot.testing_runs import strengthen
+from embodix_groot.wrapper import GrootInstallation, GrootN15Wrapper
 
 TEXTS, IMAGES = [2, 12, 5], [1, 3, 2]
 

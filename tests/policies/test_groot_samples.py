@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embodix.patching import patched
-from embodix.policies.groot_n15.architecture import IMAGE_TOKEN, SPECIAL_TOKENS
+from embodix_groot.architecture import IMAGE_TOKEN, SPECIAL_TOKENS
 
 from .groot_files import BRIGHTNESS, INSTRUCTIONS, policy_config, processed, raw_batch, valid_ids
 
@@ -126,7 +126,7 @@ def test_marks_that_do_not_fit_are_refused(camera_is_pad, message):
 
 def test_the_loss_sees_the_own_instruction():
     """Through upstream's own forward: with the second sample's task as the first's, the loss is another."""
-    from embodix.testing.groot import small_groot
+    from embodix_groot.testing import small_groot
 
     from .groot_files import ARCHITECTURE
 

@@ -13,14 +13,14 @@ from lerobot.policies.groot import groot_n1, modeling_groot, processor_groot
 from lerobot.policies.groot.action_head import flow_matching_action_head
 
 from embodix.patching import patched
-from embodix.policies.groot_n15.architecture import (
+from embodix.schema.compose import compose
+from embodix_groot.architecture import (
     MAX_EMBODIMENT_ID,
     PUBLIC_ARCHITECTURE,
     tokens_per_image,
     validate_architecture,
 )
-from embodix.schema.compose import compose
-from embodix.testing.groot import SMALL_ARCHITECTURE, groot_policy_config, meta_groot, random_batch, small_groot
+from embodix_groot.testing import SMALL_ARCHITECTURE, groot_policy_config, meta_groot, random_batch, small_groot
 
 
 def changed(part: str, **fields: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def test_without_the_patch_flash_attention_is_demanded():
     from lerobot.policies.groot.eagle2_hg_model.configuration_eagle2_5_vl import Eagle25VLConfig
     from lerobot.policies.groot.eagle2_hg_model.modeling_eagle2_5_vl import Eagle25VLForConditionalGeneration
 
-    from embodix.policies.groot_n15.architecture import eagle_config
+    from embodix_groot.architecture import eagle_config
 
     with pytest.raises(ImportError, match=r"(?i)flash"):
         Eagle25VLForConditionalGeneration(Eagle25VLConfig(**eagle_config(SMALL_ARCHITECTURE)))
@@ -186,7 +186,7 @@ def test_sizes_that_upstream_cannot_compute_with_are_refused(architecture, messa
 
 def test_flash_attention_is_taken_only_where_it_runs(monkeypatch):
     """It knows neither a CPU nor float32; asked for there, the first forward would fail."""
-    from embodix.patches import lerobot_groot_runs as runs
+    from embodix_groot.patches import lerobot_groot_runs as runs
 
     monkeypatch.setattr(runs.importlib.util, "find_spec", lambda name: object())
     for device, use_bf16, wanted in (("cuda", True, True), ("cuda", False, False), ("cpu", True, False)):

@@ -13,14 +13,14 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
-from embodix.policies.groot_n15.architecture import PUBLIC_ARCHITECTURE
-from embodix.policies.groot_n15.fast_path import GrootFastPath
-from embodix.policies.groot_n15.padding_effect import padding_effect
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.vision_attention import ALIGNED_ATTENTION
-from embodix.testing.groot import SMALL_ARCHITECTURE, meta_groot, random_batch, small_groot
-from embodix.testing.groot_runs import fast_actions, reference_actions, run_reference, run_upstream, strengthen
+from embodix_groot.architecture import PUBLIC_ARCHITECTURE
+from embodix_groot.fast_path import GrootFastPath
+from embodix_groot.padding_effect import padding_effect
+from embodix_groot.testing import SMALL_ARCHITECTURE, meta_groot, random_batch, small_groot
+from embodix_groot.testing_runs import fast_actions, reference_actions, run_reference, run_upstream, strengthen
+from embodix_groot.wrapper import GrootN15Wrapper
 
 NUM_PATCHES = 4
 NUM_QUERIES = 1 + SMALL_ARCHITECTURE["action_head"]["num_future_tokens"] + 16

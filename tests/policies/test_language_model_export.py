@@ -15,17 +15,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GemmaForCausalLM, Qwen3ForCausalLM
 
-from embodix.policies.language_model_export import LANGUAGE_MODELS, ExportedLanguageModel, export_language_model
-from embodix.policies.planned_conversion import Recipe, plan_conversion
-from embodix.policies.skeleton import policy_skeleton
-from embodix.quantization.conversion import write_weights
-from embodix.quantization.file_format import CONFIG_KEY, QuantizedWeights
-from embodix.quantization.fp8_block import Fp8BlockQuantizer
-from embodix.quantization.tensor_file import TensorFiles
-from embodix.testing.groot import SMALL_ARCHITECTURE as SMALL_GROOT
-from embodix.testing.groot import small_groot
-from embodix.testing.pi05 import SMALL_ARCHITECTURE as SMALL_PI05
-from embodix.testing.pi05 import small_pi05
+from embodix.checkpoints.skeleton import policy_skeleton
+from embodix.policies.support import support_of
+from embodix_fp8.conversion import write_weights
+from embodix_fp8.file_format import CONFIG_KEY, QuantizedWeights
+from embodix_fp8.fp8_block import Fp8BlockQuantizer
+from embodix_fp8.language_model_export import ExportedLanguageModel, export_language_model
+from embodix_fp8.planned_conversion import Recipe, plan_conversion
+from embodix_fp8.tensor_file import TensorFiles
+from embodix_groot.testing import SMALL_ARCHITECTURE as SMALL_GROOT
+from embodix_groot.testing import small_groot
+from embodix_pi05.testing import SMALL_ARCHITECTURE as SMALL_PI05
+from embodix_pi05.testing import small_pi05
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="where it sees a GPU, transformers fetches its FP8 kernels from the hub"
@@ -65,7 +66,7 @@ def _policy(policy_type: str, architecture: dict[str, Any], dtype: torch.dtype) 
 
 
 def decoder(policy: nn.Module, policy_type: str) -> Any:
-    return policy.get_submodule(LANGUAGE_MODELS[policy_type].path)
+    return policy.get_submodule(support_of(policy_type).language_model.path)
 
 
 def _export(

@@ -13,11 +13,11 @@ from transformers.models.gemma import modeling_gemma
 
 from embodix.attention.segment import SegmentAuto, SegmentGemm
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.vision_attention import ALIGNED_ATTENTION
-from embodix.testing.pi05 import image_key, meta_pi05, random_batch, small_pi05, upstream_losses
-from embodix.testing.pi05_runs import fast_actions, run_fast, upstream_actions
+from embodix_pi05.testing import image_key, meta_pi05, random_batch, small_pi05, upstream_losses
+from embodix_pi05.testing_runs import fast_actions, run_fast, upstream_actions
+from embodix_pi05.wrapper import Pi05Wrapper
 
 
 def settings_with(**choices):
@@ -334,7 +334,7 @@ def test_quantised_or_adapted_linears_are_called(installed):
 
 def test_unaligned_vision_heads_are_padded_and_put_back():
     sizes = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    from embodix.testing.pi05 import SMALL_ARCHITECTURE
+    from embodix_pi05.testing import SMALL_ARCHITECTURE
 
     policy = small_pi05({**SMALL_ARCHITECTURE, "vision": {**sizes, "patch_size": 14}})
     tower = policy.model.paligemma_with_expert.paligemma.model.vision_tower

@@ -10,10 +10,10 @@ import pytest
 import torch
 from datasets import Dataset
 
+from embodix.data.sample_sizes import SizedDataset, measure_samples
 from embodix.packing.sizes import SampleSizes
-from embodix.policies.pi05.sample_sizes import state_column
-from embodix.policies.sample_sizes import SizedDataset, measure_samples
-from embodix.testing.pi05 import small_pi05
+from embodix_pi05.sample_sizes import state_column
+from embodix_pi05.testing import small_pi05
 
 ABSENT = [[False, True], [True, True], [False, False]]
 

@@ -23,7 +23,7 @@ from embodix.quantization.accuracy import (
     sqnr_db,
     worst_row_sqnr_db,
 )
-from embodix.quantization.blocks import quantize_blocks
+from embodix_fp8.blocks import quantize_blocks
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

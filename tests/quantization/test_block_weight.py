@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_model
 from torch import nn
 
-from embodix.quantization.block_weight import BlockScaledWeight
-from embodix.quantization.blocks import quantize_blocks
 from embodix.testing.errors import relative_error
+from embodix_fp8.block_weight import BlockScaledWeight
+from embodix_fp8.blocks import quantize_blocks
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.quantization import blocks
-from embodix.quantization.blocks import BLOCK, E4M3_MAX, FLOAT8, ScaledWeight, quantize_blocks, scale_shape
 from embodix.testing.errors import relative_error
+from embodix_fp8 import blocks
+from embodix_fp8.blocks import BLOCK, E4M3_MAX, FLOAT8, ScaledWeight, quantize_blocks, scale_shape
 
 SIZES = st.integers(1, 300)
 BLOCKS = st.sampled_from([BLOCK, (1, 128), (1, 10_000), (10_000, 10_000), (32, 16), (1, 1)])

@@ -12,18 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodix.quantization import blocks, conversion
 from embodix.quantization.accuracy import sqnr_db
-from embodix.quantization.blocks import FLOAT8, quantize_blocks
-from embodix.quantization.conversion import ConversionPlan, modules_left_out, write_weights
-from embodix.quantization.file_format import (
+from embodix_fp8 import blocks, conversion
+from embodix_fp8.blocks import FLOAT8, quantize_blocks
+from embodix_fp8.conversion import ConversionPlan, modules_left_out, write_weights
+from embodix_fp8.file_format import (
     CONFIG_FILE,
     CONFIG_KEY,
     BlockConfig,
     QuantizedWeights,
     is_quantized,
 )
-from embodix.quantization.tensor_file import (
+from embodix_fp8.tensor_file import (
     DIGESTS_FILE,
     WEIGHTS_FILE,
     FileFormatError,

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from embodix.quantization import kernel_choice
-from embodix.quantization.blocks import BLOCK, ScaledWeight, quantize_blocks
-from embodix.quantization.kernel_choice import choose_kernel, kernel_problem, require_options, self_check_error
-from embodix.quantization.kernels import COMPILE_FROM, KERNELS, EmulatedKernel, ScaledMmKernel, quantize_rows
 from embodix.testing.errors import relative_error
+from embodix_fp8 import kernel_choice
+from embodix_fp8.blocks import BLOCK, ScaledWeight, quantize_blocks
+from embodix_fp8.kernel_choice import choose_kernel, kernel_problem, require_options, self_check_error
+from embodix_fp8.kernels import COMPILE_FROM, KERNELS, EmulatedKernel, ScaledMmKernel, quantize_rows
 
 CPU = torch.device("cpu")
 ON_CPU = ["dequantize", "scaled_mm_emulated"]
@@ -70,7 +70,7 @@ def test_torch_refuses_other_layouts(wrong, monkeypatch):
     if wrong.startswith("contiguous"):
         monkeypatch.setattr(torch.Tensor, "t", _contiguous_transpose)
     else:
-        monkeypatch.setattr("embodix.quantization.kernels.ROW_MULTIPLE", 1)
+        monkeypatch.setattr("embodix_fp8.kernels.ROW_MULTIPLE", 1)
     with FakeTensorMode():
         values = torch.empty(256, 640, device="cuda").to(torch.float8_e4m3fn)
         weight = ScaledWeight(values, torch.empty(2, 5, device="cuda"), BLOCK)

@@ -9,13 +9,13 @@ from collections import Counter
 import pytest
 from torch import nn
 
-from embodix.policies.groot_n15.architecture import PUBLIC_ARCHITECTURE
 from embodix.quantization import selection
-from embodix.quantization.fp8_block import Fp8BlockQuantizer
-from embodix.quantization.kernels import ScaledMmKernel
 from embodix.quantization.selection import choose_modules
-from embodix.testing.groot import meta_groot
-from embodix.testing.pi05 import meta_pi05, small_pi05
+from embodix_fp8.fp8_block import Fp8BlockQuantizer
+from embodix_fp8.kernels import ScaledMmKernel
+from embodix_groot.architecture import PUBLIC_ARCHITECTURE
+from embodix_groot.testing import meta_groot
+from embodix_pi05.testing import meta_pi05, small_pi05
 
 PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 PI05_LANGUAGE = "model.paligemma_with_expert.paligemma.model.language_model"

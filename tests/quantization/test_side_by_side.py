@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodix.quantization.side_by_side import FORMATS, blocks_matter, compare_formats, quantize_in, weights_of_range
+from embodix_fp8.side_by_side import FORMATS, blocks_matter, compare_formats, quantize_in, weights_of_range
 
 SIZE = 1024
 ROWS = torch.randn(32, SIZE, generator=torch.Generator().manual_seed(3))

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from embodix.policies.groot_n15.architecture import PUBLIC_ARCHITECTURE
 from embodix.quantization.selection import choose_modules
-from embodix.quantization.sizes import SizeDefinition, scaled_bytes, size_definitions, size_table
-from embodix.quantization.tensor_file import TensorSpec
-from embodix.testing.groot import meta_groot
-from embodix.testing.pi05 import meta_pi05
+from embodix_fp8.sizes import SizeDefinition, scaled_bytes, size_definitions, size_table
+from embodix_fp8.tensor_file import TensorSpec
+from embodix_groot.architecture import PUBLIC_ARCHITECTURE
+from embodix_groot.testing import meta_groot
+from embodix_pi05.testing import meta_pi05
 
 
 def _specs(policy: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, TensorSpec]:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.rl.objectives.advantages import Transitions, generalized_advantages, group_advantages, next_values
-from embodix.rl.objectives.moments import Moments
+from embodix_rl.objectives.advantages import Transitions, generalized_advantages, group_advantages, next_values
+from embodix_rl.objectives.moments import Moments
 
 DISCOUNT, LAMBDA = 0.9, 0.8
 

@@ -11,21 +11,21 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from embodix.cli import bench as bench_command
 from embodix.cli.main import dispatch
-from embodix.report.rl_bench import VariantEntry, read_bench
-from embodix.report.rl_bench_page import bench_record, render_bench
-from embodix.report.timeline import Span
-from embodix.report.worker_time import NOBODY, pieces, shares
-from embodix.rl.bench import processes
-from embodix.rl.bench.prediction import predicted_frames_per_s
-from embodix.rl.bench.variants import compose_variants
-from embodix.rl.rlinf import needs
 from embodix.schema.compose import compose
-from embodix.testing import recorded_rl_runs as recorded_runs
+from embodix_rl import bench_verb as bench_command
+from embodix_rl.bench import processes
+from embodix_rl.bench.prediction import predicted_frames_per_s
+from embodix_rl.bench.variants import compose_variants
+from embodix_rl.report.rl_bench import VariantEntry, read_bench
+from embodix_rl.report.rl_bench_page import bench_record, render_bench
+from embodix_rl.report.timeline_file import Span
+from embodix_rl.report.worker_time import NOBODY, pieces, shares
+from embodix_rl.rlinf import needs
+from embodix_rl.testing import recorded_rl_runs as recorded_runs
 
 EXPERIMENTS = ("rl_runners", "rl_vla3_table1", "rl_vla3_ablation")
-FAKE = (sys.executable, "-m", "embodix.testing.recorded_rl_runs")
+FAKE = (sys.executable, "-m", "embodix_rl.testing.recorded_rl_runs")
 
 
 def variants_of(experiment, folder, *overrides):

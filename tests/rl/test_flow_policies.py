@@ -14,17 +14,17 @@ import torch
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
-from embodix.rl.objectives.log_probs import at_level
-from embodix.rl.objectives.ratios import ratio_statistics
-from embodix.rl.policies import groot_n15
-from embodix.rl.policies.build import flow_policy
-from embodix.rl.policies.chain import ChainSettings
-from embodix.rl.policies.flow_policy import AFTER_KEY, BEFORE_KEY, STEP_KEY
-from embodix.rl.policies.value_head import ValueSettings
-from embodix.testing import groot as small_groots
 from embodix.testing import pi05 as small_pi05s
-from embodix.testing.groot_runs import reference_actions, strengthen
-from embodix.testing.pi05_runs import upstream_actions
+from embodix_groot import testing as small_groots
+from embodix_groot.testing_runs import reference_actions, strengthen
+from embodix_pi05.testing_runs import upstream_actions
+from embodix_rl.flow import groot_n15
+from embodix_rl.flow.build import flow_policy
+from embodix_rl.flow.chain import ChainSettings
+from embodix_rl.flow.flow_policy import AFTER_KEY, BEFORE_KEY, STEP_KEY
+from embodix_rl.flow.value_head import ValueSettings
+from embodix_rl.objectives.log_probs import at_level
+from embodix_rl.objectives.ratios import ratio_statistics
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())
 DENSE = FastPathSettings(PaddedPacker(), None)
@@ -329,7 +329,7 @@ def test_wrong_calls_are_refused():
 @pytest.mark.parametrize("kind", POLICIES)
 def test_a_quantized_rollout_shows_its_mismatch_with_training(kind):
     """Sampling works on FP8 weights; training in full precision sees other log-probabilities, as importance ratios."""
-    from embodix.quantization.fp8_block import Fp8BlockQuantizer
+    from embodix_fp8.fp8_block import Fp8BlockQuantizer
 
     policy = copy.deepcopy(host_policy(kind))
     flow, batch = build(kind, policy=policy), observations(kind)

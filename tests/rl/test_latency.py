@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodix.rl.latency import BatchTime, Durations, spend
+from embodix_rl.latency import BatchTime, Durations, spend
 
 
 def _draws(durations: Durations, number: int, seed: int = 0) -> np.ndarray:

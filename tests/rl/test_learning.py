@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from embodix.rl.objectives.advantages import group_advantages
-from embodix.rl.objectives.moments import Moments
-from embodix.rl.objectives.objective import ObjectiveSettings, Sampled
-from embodix.rl.policies.chain import ChainSettings
-from embodix.rl.policies.flow import FlowSizes, RecomputedSteps
-from embodix.rl.policies.flow_policy import FlowPolicy
-from embodix.rl.policies.value_head import ValueSettings
-from embodix.rl.update import UpdateSettings, update
+from embodix.policies.flow import FlowSizes, RecomputedSteps
+from embodix_rl.flow.chain import ChainSettings
+from embodix_rl.flow.flow_policy import FlowPolicy
+from embodix_rl.flow.value_head import ValueSettings
+from embodix_rl.objectives.advantages import group_advantages
+from embodix_rl.objectives.moments import Moments
+from embodix_rl.objectives.objective import ObjectiveSettings, Sampled
+from embodix_rl.update import UpdateSettings, update
 
 SIZES = FlowSizes(4, num_predicted=2, num_executed=1, padded_dims=2, action_dims=2, prefix_width=2, action_width=32)
 GROUP = 8

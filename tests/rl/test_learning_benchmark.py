@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from embodix.report.evaluation import EpisodeRecord, Evaluation, SuccessRate
-from embodix.report.rl_steps import RlStep, append_rl_step
+from embodix_rl.report.rl_steps import RlStep, append_rl_step
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rl_learning.py"
 

@@ -9,11 +9,11 @@ import math
 import pytest
 import torch
 
-from embodix.rl.objectives.log_probs import at_level, interpolated_proximal
-from embodix.rl.objectives.objective import ObjectiveSettings, Sampled, chunk_losses
-from embodix.rl.objectives.policy_loss import PolicyLossSettings, policy_loss
-from embodix.rl.objectives.ratios import RatioStatistics, ratio_statistics
-from embodix.rl.objectives.value_loss import ValueLossSettings, explained_variance, value_loss
+from embodix_rl.objectives.log_probs import at_level, interpolated_proximal
+from embodix_rl.objectives.objective import ObjectiveSettings, Sampled, chunk_losses
+from embodix_rl.objectives.policy_loss import PolicyLossSettings, policy_loss
+from embodix_rl.objectives.ratios import RatioStatistics, ratio_statistics
+from embodix_rl.objectives.value_loss import ValueLossSettings, explained_variance, value_loss
 
 PLAIN = PolicyLossSettings(dual_clip=None, behaviour_cap=None)
 YES = torch.ones(1, dtype=torch.bool)

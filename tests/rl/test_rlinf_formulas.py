@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodix.rl.objectives.advantages import Transitions, generalized_advantages, group_advantages
-from embodix.rl.objectives.log_probs import interpolated_proximal
-from embodix.rl.objectives.moments import Moments
-from embodix.rl.objectives.policy_loss import PolicyLossSettings, policy_loss
-from embodix.rl.objectives.value_loss import ValueLossSettings, value_loss
+from embodix_rl.objectives.advantages import Transitions, generalized_advantages, group_advantages
+from embodix_rl.objectives.log_probs import interpolated_proximal
+from embodix_rl.objectives.moments import Moments
+from embodix_rl.objectives.policy_loss import PolicyLossSettings, policy_loss
+from embodix_rl.objectives.value_loss import ValueLossSettings, value_loss
 
 
 def rlinf_folder():

@@ -14,9 +14,9 @@ import math
 import pytest
 import torch
 
-from embodix.rl.policies.chain import ChainPlan, ChainSettings, draw_chain_noise, run_chain, run_ode
-from embodix.rl.policies.flow import FlowSizes
-from embodix.rl.policies.transitions import TransitionTable, gaussian_entropy, gaussian_log_prob, transition_table
+from embodix.policies.flow import FlowSizes
+from embodix_rl.flow.chain import ChainPlan, ChainSettings, draw_chain_noise, run_chain, run_ode
+from embodix_rl.flow.transitions import TransitionTable, gaussian_entropy, gaussian_log_prob, transition_table
 
 MEAN, SPREAD = 0.7, 0.3
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from embodix.report.steps import read_steps
-from embodix.testing.host_runs import small_run, train_here
+from embodix.testing.host_runs import train_here
+from embodix_pi05.testing import small_run
 
 THIRD_PARTY = Path(__file__).parent
 CHOICES = ["packing=bucketed", "attention=padded_sdpa", "policy=pi05_small"]

@@ -12,8 +12,8 @@ import torch
 
 from embodix.plugins import PluginError
 from embodix.schema.compose import compose
-from embodix.testing.pi05 import small_pi05
 from embodix.training.features import FeatureSelection, install_features, select_features, select_training_features
+from embodix_pi05.testing import small_pi05
 
 
 def selected(*overrides: str) -> FeatureSelection:

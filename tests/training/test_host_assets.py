@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from embodix.policies.groot_n15 import assets
 from embodix.schema.compose import compose
-from embodix.testing.host_runs import small_groot_run, small_run
-from embodix.training.host_assets import prepare_host_assets
 from embodix.training.host_config import decode_host_config
+from embodix_groot import assets
+from embodix_groot.run_assets import prepare_host_assets
+from embodix_groot.testing import small_groot_run
+from embodix_pi05.testing import small_run
 
 
 def _prepared(overrides: list[str]) -> Any:

@@ -6,43 +6,10 @@ Shape suffixes: N packed queries, M packed keys, H query heads, G key/value head
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from embodix.attention.segments import Segments
-
-
-class AttentionBackend(Protocol):
-    """Attention over packed segments, bidirectional or causal, with grouped heads.
-
-    Causal masks are aligned to the last key (a query segment shorter than its key segment sees all earlier keys).
-    A query that may see no key gives 0.
-    """
-
-    name: str
-
-    def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why this backend can't run there, or None when it can. Never raises."""
-        ...
-
-    def __call__(
-        self,
-        q_NHD: Tensor,
-        k_MGD: Tensor,
-        v_MGD: Tensor,
-        segments: Segments,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Attention output, ``[N, H, D]`` in the dtype of ``q_NHD``; ``scale`` defaults to ``D ** -0.5``.
-
-        Raises:
-            ValueError: shapes and segments disagree, or fp16 input.
-        """
-        ...
 
 
 def dtype_problem(dtype: torch.dtype) -> str | None:

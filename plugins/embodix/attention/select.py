@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from embodix.attention.backend import AttentionBackend, dtype_problem
+from embodix.attention.backend import dtype_problem
 from embodix.attention.reference import reference_attention
 from embodix.attention.segments import Segments
+from embodix.contracts import AttentionBackend
 
 # Fastest first; backends of other packages come after these, in the order they were registered.
 PREFERENCE = ("flash_attn_2", "flash_attn_4", "torch_varlen", "flex", "segment_auto", "segment_gemm", "segment_sdpa")

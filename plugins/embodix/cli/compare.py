@@ -79,8 +79,8 @@ def _evaluate(sessions: list[TrainingSession], cfg: DictConfig, output_dir: Path
 
 def _bounds(variants: list[Variant], sessions: list[TrainingSession]) -> dict[str, SpeedBound]:
     """The analytic bound of each variant, where the policy's cost is modelled."""
-    from embodix.policies.groot_n15 import cost
-    from embodix.policies.pi05.cost_plan import speed_bounds
+    from embodix_groot import cost
+    from embodix_pi05.cost_plan import speed_bounds
 
     policy_type = variants[0].cfg.policy.type
     configs: dict[str, Any] = {v.name: OmegaConf.to_container(v.cfg, resolve=True) for v in variants}

@@ -20,7 +20,7 @@ def data_task(cfg: DictConfig) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """The first word may name the source: ``metaworld`` is ``data=metaworld``."""
+    """The first word may name the source: ``<source>`` is ``data=<source>``."""
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         argv = [f"data={argv[0]}", *argv[1:]]
     return run_hydra_app("data", data_task, argv)

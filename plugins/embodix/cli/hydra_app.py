@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embodix.patching import PatchError
-from embodix.schema.compose import CONFIG_MODULE, compose, register_schemas
+from embodix.schema.compose import CONFIG_MODULE, compose, config_packages, register_schemas
 
 CONFIG_PACKAGE = f"pkg://{CONFIG_MODULE}"
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -109,9 +109,8 @@ def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
 
 def _misplaced_hints(config_name: str, overrides: list[Override]) -> list[str]:
     """For experiments of other commands."""
-    config_names = sorted(
-        Path(file.name).stem for file in files(CONFIG_MODULE).iterdir() if file.name.endswith(".yaml")
-    )
+    found = [file for package in config_packages() for file in files(package).iterdir()]
+    config_names = sorted(Path(file.name).stem for file in found if file.name.endswith(".yaml"))
     hints = []
     for line in (str(o.input_line) for o in overrides if o.key_or_group == "experiment"):
         if _composes(config_name, line):

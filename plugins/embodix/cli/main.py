@@ -4,23 +4,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import shutil
 import sys
 from pathlib import Path
 
-VERBS = {
-    "train": "train a policy through upstream LeRobot, with or without +plugin=embodix",
-    "eval": "success of checkpoints in simulation, with interval, controls and pairs",
-    "quantize": "write a checkpoint with its language model in FP8, and what that saves",
-    "compare": "train variants side by side, step by step on the same samples, and report",
-    "rl": "reinforcement learning in RLinf, synchronous or asynchronous",
-    "bench": "bench rl: runners and schedules of `lerobot rl` one after another, in one report",
-    "plan": "tokens, waste, FLOP bound and memory of each variant, before any training",
-    "data": "record demonstrations from a simulator into a LeRobotDataset",
-    "doctor": "what is installed, what can run here, and why not",
-}
+from embodix import plugins
 
 
 def embodix_main() -> None:
@@ -51,9 +40,9 @@ def dispatch(program: str, argv: list[str]) -> int:
 
         print(f"embodix {__version__}")
         return 0
-    if verb in VERBS:
+    if verb in _verbs():
         sys.argv = [f"{program} {verb}", *arguments]
-        return int(importlib.import_module(f"embodix.cli.{verb}").run(arguments))
+        return int(plugins.resolve("verbs", verb)(arguments))
     return _upstream(program, verb, arguments)
 
 
@@ -63,11 +52,17 @@ def _upstream(program: str, verb: str, arguments: list[str]) -> int:
     if executable is not None:
         sys.stdout.flush()
         os.execv(executable, [executable, *arguments])
-    known = sorted({*VERBS, *_upstream_verbs()})
+    known = sorted({*_verbs(), *_upstream_verbs()})
     nearest = difflib.get_close_matches(verb, known, n=1)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     print(f"{program}: no verb is called {verb!r}.{hint} Verbs: {', '.join(known)}.", file=sys.stderr)
     return 2
+
+
+def _verbs() -> dict[str, str]:
+    """Registered verb -> summary."""
+    registered = plugins.registry().implementations["verbs"]
+    return {name: registration.summary for name, registration in registered.items()}
 
 
 def _script_path() -> str:
@@ -81,9 +76,10 @@ def _upstream_verbs() -> list[str]:
 
 
 def _usage(program: str) -> str:
+    verbs = _verbs()
     lines = [f"usage: {program} <verb> [overrides]", "", "embodix:"]
-    lines += [f"  {verb:10s}{summary}" for verb, summary in VERBS.items()]
-    upstream = [verb for verb in sorted(_upstream_verbs()) if verb not in VERBS]
+    lines += [f"  {verb:10s}{summary}" for verb, summary in verbs.items()]
+    upstream = [verb for verb in sorted(_upstream_verbs()) if verb not in verbs]
     lines += ["", f"upstream LeRobot (arguments as for lerobot-<verb>): {', '.join(upstream)}"]
     lines += ["", f"{program} <verb> --help shows the verb's config groups and fields; --cfg job the composed config."]
     lines += [f'Tab completion: eval "$({program} -sc install=bash)"']
@@ -99,11 +95,11 @@ def _complete(program: str, argv: list[str]) -> int:
     words = os.environ.get("COMP_LINE", "").split()
     if not argv[1:] or not argv[1].startswith("query="):
         sys.argv = [program, *argv]
-        return int(importlib.import_module("embodix.cli.train").run(argv))
+        return int(plugins.resolve("verbs", "train")(argv))
     verb = words[1] if len(words) > 1 else ""
-    if verb in VERBS and (len(words) > 2 or os.environ["COMP_LINE"].endswith(" ")):
+    if verb in _verbs() and (len(words) > 2 or os.environ["COMP_LINE"].endswith(" ")):
         os.environ["COMP_LINE"] = os.environ["COMP_LINE"].replace(f" {verb}", "", 1)
         sys.argv = [program, *argv]
-        return int(importlib.import_module(f"embodix.cli.{verb}").run(argv))
-    print(" ".join(v for v in sorted({*VERBS, *_upstream_verbs()}) if v.startswith(verb)))
+        return int(plugins.resolve("verbs", verb)(argv))
+    print(" ".join(v for v in sorted({*_verbs(), *_upstream_verbs()}) if v.startswith(verb)))
     return 0

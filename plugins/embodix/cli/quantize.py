@@ -27,7 +27,7 @@ def quantize_task(cfg: DictConfig) -> float:
     if cfg.strict_plugins:  # before the host is imported, which takes long
         plugins.registry().require_healthy()
 
-    from embodix.evaluation.quantize import PAGE_FILE, run_quantization
+    from embodix.quantization.quantize_run import PAGE_FILE, run_quantization
     from embodix.report.quantization_table import print_quantization
 
     hydra_cfg = HydraConfig.get()

@@ -6,14 +6,14 @@ Shape suffixes: B samples, C camera slots, D dimensions of the widest embodiment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from embodix.data.preprocessing import ACTION_DIMS_KEY, CAMERA_PAD_KEY, EmbodimentPart, PreprocessedBatch
+from embodix.data.preprocessing import CAMERA_PAD_KEY, EmbodimentPart
 
 
 @dataclass(frozen=True)
@@ -27,83 +27,6 @@ class EmbodimentShape:
 
     slots: tuple[str, ...]
     action_dim: int
-
-
-@dataclass(frozen=True)
-class PaddingMerger:
-    """π0.5: absent cameras are blank and marked, vectors are padded with zeros to the widest embodiment.
-
-    Args:
-        shapes: of each embodiment.
-        slots: the policy's camera slots in its order.
-        widths: key -> size of the last dimension in every batch, whatever embodiments it holds.
-        resize: brings images to the policy's resolution; None where all embodiments have images of one size.
-    """
-
-    shapes: Sequence[EmbodimentShape]
-    slots: Sequence[str]
-    widths: Mapping[str, int] = field(default_factory=dict)
-    resize: Callable[[Tensor], Tensor] | None = None
-
-    def __call__(self, parts: Sequence[EmbodimentPart]) -> PreprocessedBatch:
-        present = [slot for slot in self.slots if any(slot in self.shapes[part.embodiment].slots for part in parts)]
-        batch = PreprocessedBatch()
-        for slot in present:
-            batch[slot] = self._images(slot, parts)
-        for key in common_keys(parts):
-            if key not in self.slots and key != CAMERA_PAD_KEY:
-                batch[key] = merge_values([part.batch[key] for part in parts], parts, self.widths.get(key))
-        batch[CAMERA_PAD_KEY] = in_order([self._absent(part, present) for part in parts], parts)
-        dims = [torch.full((len(part.rows),), self.shapes[part.embodiment].action_dim) for part in parts]
-        batch[ACTION_DIMS_KEY] = in_order(dims, parts)
-        return batch
-
-    def _images(self, slot: str, parts: Sequence[EmbodimentPart]) -> Tensor:
-        real = {part.embodiment: self._sized(part.batch[slot]) for part in parts if slot in part.batch}
-        like = next(iter(real.values()))
-        blank = {part.embodiment: like.new_zeros(len(part.rows), *like.shape[1:]) for part in parts}
-        return in_order([real.get(part.embodiment, blank[part.embodiment]) for part in parts], parts)
-
-    def _sized(self, images: Tensor) -> Tensor:
-        return images if self.resize is None else self.resize(images)
-
-    def _absent(self, part: EmbodimentPart, present: Sequence[str]) -> Tensor:
-        """``[B, C]``: slots the embodiment lacks, and frames its own dataset marks."""
-        shape = self.shapes[part.embodiment]
-        absent_BC = torch.tensor([slot not in shape.slots for slot in present]).repeat(len(part.rows), 1)
-        own = part.batch.get(CAMERA_PAD_KEY)
-        if own is not None:
-            for column, slot in enumerate(shape.slots):
-                absent_BC[:, present.index(slot)] |= own[:, column].to(torch.bool)
-        return absent_BC
-
-
-@dataclass(frozen=True)
-class EagleMerger:
-    """GR00T-N1.5: prompts padded on the left as its tokenizer does, images one after the other in sample order.
-
-    Args:
-        pad_token_id: fills ``eagle_input_ids``.
-    """
-
-    pad_token_id: int
-
-    def __call__(self, parts: Sequence[EmbodimentPart]) -> PreprocessedBatch:
-        batch = PreprocessedBatch()
-        for key in common_keys(parts):
-            if key == CAMERA_PAD_KEY:  # columns of one embodiment; absent cameras have no tokens here
-                continue
-            values = [part.batch[key] for part in parts]
-            if key in ("eagle_pixel_values", "eagle_image_sizes"):
-                batch[key] = images_in_order(values, parts)
-            elif key in ("eagle_input_ids", "eagle_attention_mask"):
-                fill = self.pad_token_id if key == "eagle_input_ids" else 0
-                length = max(value.shape[1] for value in values)
-                padded = [torch.nn.functional.pad(v, (length - v.shape[1], 0), value=fill) for v in values]
-                batch[key] = in_order(padded, parts)
-            else:
-                batch[key] = merge_values(values, parts, None)
-        return batch
 
 
 def common_keys(parts: Sequence[EmbodimentPart]) -> list[str]:

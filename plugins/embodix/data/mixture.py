@@ -22,8 +22,8 @@ from embodix.data.camera_map import CameraMap, map_cameras, policy_slots
 from embodix.data.mixture_spec import MemberSpec, MixtureSpec
 from embodix.data.order import MixtureOrder, SampleOrder
 from embodix.data.preprocessing import CAMERA_PAD_KEY, EMBODIMENT_KEY
+from embodix.policies.support import require_offered
 
-MIXED_POLICIES = ("pi05", "groot")
 BuildDataset = Callable[[TrainPipelineConfig], Any]
 
 
@@ -166,11 +166,8 @@ def build_mixture(spec: MixtureSpec, host_cfg: TrainPipelineConfig, build_datase
     """
     policy = host_cfg.policy
     assert policy is not None
-    if policy.type not in MIXED_POLICIES:
-        raise ValueError(
-            f"dataset=mixture trains {' and '.join(MIXED_POLICIES)}; got policy.type={policy.type}. "
-            "Train this policy on one dataset: dataset=lerobot."
-        )
+    remedy = "Train this policy on one dataset: dataset=lerobot."
+    require_offered(policy.type, "merger", "dataset=mixture trains", remedy)
     if host_cfg.rename_map:
         raise ValueError(
             f"A mixture names its cameras by dataset.members.<name>.cameras; got rename_map={host_cfg.rename_map} too."

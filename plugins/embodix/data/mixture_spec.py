@@ -176,7 +176,7 @@ def require_local_members(spec: MixtureSpec) -> None:
         if not info_path.is_file():
             raise ValueError(
                 f"No LeRobotDataset at {place}.root={root} (meta/info.json is missing). "
-                "Record one with `lerobot data metaworld`, or give the folder of an existing dataset."
+                "Record one with `lerobot data <source>`, or give the folder of an existing dataset."
             )
         if not (root / "meta" / "tasks.parquet").is_file():
             raise ValueError(

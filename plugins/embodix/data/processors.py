@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,7 @@ from lerobot.configs.types import FeatureType
 from lerobot.processor import DeviceProcessorStep, RenameObservationsProcessorStep
 from lerobot.utils.constants import ACTION
 
-from embodix.data.merging import EagleMerger, EmbodimentShape, PaddingMerger
-from embodix.data.mixture import Member, image_sizes
-from embodix.data.preprocessing import Merger
+from embodix.data.mixture import Member
 
 ProcessorPair = tuple[Any, Any]
 
@@ -97,44 +95,3 @@ def _set_embodiment(preprocessor: Any, member: Member, config: PreTrainedConfig)
             step.rename_map = {camera: slot for camera, slot in member.slots.items() if camera != slot}
         if hasattr(step, "embodiment_tag"):
             step.embodiment_tag = config.embodiment_tag
-
-
-def merger_for(policy_cfg: PreTrainedConfig, members: Sequence[Member], preprocessors: Sequence[Any]) -> Merger:
-    """How batches of these members become one batch of this policy.
-
-    Raises:
-        ValueError: a policy type whose batches embodix can't merge.
-    """
-    if policy_cfg.type == "groot":
-        return EagleMerger(_pad_token_id(preprocessors[0]))
-    if policy_cfg.type != "pi05":
-        raise ValueError(f"Batches of several embodiments are merged for pi05 and groot; got {policy_cfg.type!r}.")
-    shapes = [EmbodimentShape(tuple(member.slots.values()), member.action_dim) for member in members]
-    widths = {
-        "action": max(member.action_dim for member in members),
-        "observation.state": max(member.state_dim for member in members),
-    }
-    slots = [key for key, f in (policy_cfg.input_features or {}).items() if f.type is FeatureType.VISUAL]
-    resize = _Resize(policy_cfg.image_resolution) if len(image_sizes(members)) > 1 else None  # type: ignore[attr-defined]
-    return PaddingMerger(shapes, slots, widths, resize)
-
-
-@dataclass(frozen=True)
-class _Resize:
-    """Upstream's own resizing with padding, as ``PI05Policy._preprocess_images`` applies it."""
-
-    resolution: tuple[int, int]
-
-    def __call__(self, images_B3HW: Any) -> Any:
-        from lerobot.policies.pi05.modeling_pi05 import resize_with_pad_torch
-
-        if tuple(images_B3HW.shape[2:]) == tuple(self.resolution):
-            return images_B3HW
-        return resize_with_pad_torch(images_B3HW.permute(0, 2, 3, 1), *self.resolution).permute(0, 3, 1, 2)
-
-
-def _pad_token_id(preprocessor: Any) -> int:
-    for step in preprocessor.steps:
-        if hasattr(step, "proc"):
-            return int(step.proc.tokenizer.pad_token_id)
-    raise ValueError("GR00T's preprocessor has no step with a tokenizer; is this upstream's pipeline?")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embodix.data.recording_stage import differences, write_json
+from embodix.data.recording_files import differences, write_json
 from embodix.data.tokenizer import build_tokenizer
 
 MANIFEST_FILE = "embodix_recording.json"

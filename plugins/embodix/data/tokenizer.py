@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small tokenizer that works without network, found by the hub id that LeRobot's pi0.5 has hard-coded.
+"""A small tokenizer that works without network, found by the hub ids that LeRobot's policies have hard-coded.
 
 Built with Hugging Face `tokenizers`, in the manner of Gemma's: byte-pair encoding with byte fallback, spaces
 as U+2581, every digit a token of its own, a beginning-of-sequence token, and Gemma's ids of special tokens.
@@ -13,42 +13,45 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from embodix.data.recording_stage import write_json
+from embodix.data.recording_files import write_json
+from embodix.policies.support import support_of, types_offering
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-HUB_ID = "google/paligemma-3b-pt-224"  # lerobot/policies/pi05/processor_pi05.py
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 SNAPSHOT = "embodix"
 SPACE = "\u2581"
 
 
-def build_tokenizer(instructions: Sequence[str], folder: str | Path, vocab_size: int) -> Path:
+def build_tokenizer(
+    instructions: Sequence[str],
+    folder: str | Path,
+    vocab_size: int,
+    hub_ids: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Path]:
     """Train a tokenizer on instructions and lay it out in `folder` as a Hugging Face hub cache.
 
     Args:
-        instructions: the corpus; prompts add pi0.5's own words and numbers to it.
+        instructions: the corpus; prompts add words and numbers to it.
         folder: where `hub/` is made; ready for `offline_tokenizer`.
         vocab_size: the most tokens, all ids being below it; a small corpus needs fewer.
+        hub_ids: hub id -> the repository's ``config.json``; None for those of all registered policies.
 
     Returns:
-        The folder of the tokenizer's files.
+        The folders of the tokenizer's files, one a hub id.
 
     Raises:
         ValueError: `vocab_size` is too small for bytes, letters and special tokens.
     """
     from transformers import PreTrainedTokenizerFast
 
-    hub = Path(folder) / "hub" / f"models--{HUB_ID.replace('/', '--')}"
-    snapshot = hub / "snapshots" / SNAPSHOT
-    snapshot.mkdir(parents=True, exist_ok=True)
     pad, eos, bos, unk = SPECIAL_TOKENS
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_train(instructions, vocab_size),
@@ -57,28 +60,50 @@ def build_tokenizer(instructions: Sequence[str], folder: str | Path, vocab_size:
         bos_token=bos,
         unk_token=unk,
     )
+    hub_ids = tokenizers_of_policies() if hub_ids is None else hub_ids
+    return [_lay_out(tokenizer, _repository(folder, hub_id), config) for hub_id, config in hub_ids.items()]
+
+
+def tokenizers_of_policies() -> dict[str, Mapping[str, Any]]:
+    """Hub id -> the repository's ``config.json``, of every registered policy that has a tokenizer hard-coded."""
+    policies = [support_of(policy_type) for policy_type in types_offering("tokenizer_hub_id")]
+    return {policy.tokenizer_hub_id: policy.tokenizer_config for policy in policies if policy.tokenizer_hub_id}
+
+
+def _repository(folder: str | Path, hub_id: str) -> Path:
+    return Path(folder) / "hub" / f"models--{hub_id.replace('/', '--')}"
+
+
+def _lay_out(tokenizer: Any, repository: Path, config: Mapping[str, Any]) -> Path:
+    snapshot = repository / "snapshots" / SNAPSHOT
+    snapshot.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(snapshot)
-    write_json(snapshot / "config.json", {"model_type": "paligemma"})
-    (hub / "refs").mkdir(exist_ok=True)
-    (hub / "refs" / "main").write_text(SNAPSHOT)
+    write_json(snapshot / "config.json", dict(config))
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(SNAPSHOT)
     return snapshot
 
 
 @contextmanager
-def offline_tokenizer(folder: str | Path) -> Iterator[Path]:
-    """Make pi0.5's hub id resolve to the tokenizer in `folder`, without network, here and in child processes.
+def offline_tokenizer(folder: str | Path, hub_id: str | None = None) -> Iterator[Path]:
+    """Make hub ids resolve to the tokenizers in `folder`, without network, here and in child processes.
 
     Inside, the whole Hugging Face hub is that folder and is offline; on exit everything is as before.
 
+    Args:
+        hub_id: that is asked for; None for any.
+
     Raises:
-        ValueError: `folder` holds no tokenizer made by `build_tokenizer`.
+        ValueError: `folder` holds no such tokenizer made by `build_tokenizer`.
     """
     import huggingface_hub.constants as constants
 
     hub = Path(folder).resolve() / "hub"
-    if not (hub / f"models--{HUB_ID.replace('/', '--')}" / "refs" / "main").exists():
+    wanted = "models--*" if hub_id is None else _repository(folder, hub_id).name
+    if not any(hub.glob(f"{wanted}/refs/main")):
         raise ValueError(
-            f"{folder} holds no tokenizer for {HUB_ID}. `lerobot data metaworld` builds one in <data set>/tokenizer."
+            f"{folder} holds no tokenizer{f' for {hub_id}' if hub_id else ''}. `lerobot data` builds one in "
+            "<data set>/tokenizer."
         )
     before_constants = {"HF_HUB_CACHE": constants.HF_HUB_CACHE, "HF_HUB_OFFLINE": constants.HF_HUB_OFFLINE}
     before_environment = {name: os.environ.get(name) for name in before_constants}

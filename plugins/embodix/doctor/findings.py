@@ -127,7 +127,7 @@ def find_implementations(registry: PluginRegistry, target: AttentionTarget) -> l
 def implementation_problem(registry: PluginRegistry, kind: str, name: str, target: AttentionTarget) -> str | None:
     """Why an implementation can't be used, or None.
 
-    Attention backends are probed and checked against fp32; policy wrappers name the host versions they support;
+    Attention backends are probed and checked against fp32; policies name the host versions they support;
     precisions say what they lack, and why they would be emulated.
     """
     try:
@@ -138,7 +138,7 @@ def implementation_problem(registry: PluginRegistry, kind: str, name: str, targe
         if kind == "precisions":
             missing, reason = implementation.needs(), target.emulation_reason(implementation)
             return missing or (reason and f"emulated on {target.device}: {reason}")
-        if kind == "policy_wrappers":
+        if kind == "policies":
             problems = (version_problem(host, wanted) for host, wanted in implementation.supported.items())
             return next(filter(None, problems), None)
     except PluginError as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from embodix.data.libero_setup import inspect_libero
+from embodix_libero.setup import inspect_libero
 
 RENDERING_BACKENDS = ("egl", "osmesa")
 _RENDER_SCRIPT = """

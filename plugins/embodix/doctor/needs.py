@@ -13,14 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.doctor.findings import Diagnosis, VersionFinding, implementation_problem
 from embodix.doctor.machine import AttentionTarget, MachineFinding
-from embodix.evaluation import rlinf_needs
-from embodix.patching import SIZE_PATCHES, PatchError, patch_module
+from embodix.patching import PatchError, patch_module
 from embodix.plugins import PluginError, PluginRegistry
+from embodix.policies.support import support_of
+from embodix.training.host_context import POLICY_GUARDS
+from embodix_rlinf_sims import needs as rlinf_needs
 
 # The choices that leave upstream's own computation in place, so that no policy wrapper is needed.
 UPSTREAM_CHOICES = {"packing": "none", "attention": "upstream", "vision_tokens": "upstream", "action_pad": "host"}
-
-REAL_HEAD_DIMS = {"pi05": 256, "groot": 128}  # of the language model at the real size
 
 
 def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis) -> list[str]:
@@ -36,9 +36,9 @@ def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnos
 def attention_target(config: DictConfig) -> AttentionTarget:
     """Device, dtype and head size that the config's policy runs attention with."""
     policy_type = str(_select(config, "policy.type"))
-    head_dim = OmegaConf.select(config, "architecture.language.head_dim") or REAL_HEAD_DIMS.get(policy_type)
-    # π0.5 says what it computes in by `dtype`, GR00T-N1.5 by `use_bf16`.
-    dtype = "bfloat16" if _select(config, "policy.use_bf16") else str(_select(config, "policy.dtype") or "float32")
+    head_dim = OmegaConf.select(config, "architecture.language.head_dim") or support_of(policy_type).real_head_dim
+    own = support_of(policy_type).own_autocast(config.policy) if _select(config, "policy.type") else None
+    dtype = own or str(_select(config, "policy.dtype") or "float32")
     return AttentionTarget(_device(config), dtype, int(head_dim or AttentionTarget.head_dim))
 
 
@@ -60,8 +60,10 @@ def _plugins(config: DictConfig, registry: PluginRegistry) -> Iterator[str]:
 
 
 def _patches(config: DictConfig) -> Iterator[str]:
-    names = list(_select(config, "patches") or {})
-    sizes = SIZE_PATCHES.get(str(_select(config, "policy.type")))
+    support = support_of(str(_select(config, "policy.type")))
+    asked = _select(config, "patches") or {}
+    names = [name for name in asked if name != POLICY_GUARDS] + (list(support.guards) if POLICY_GUARDS in asked else [])
+    sizes = support.sizes_patch
     if _select(config, "architecture") and sizes is not None and sizes not in names:
         names.append(sizes)
     for name in names:
@@ -96,7 +98,7 @@ def _named_implementations(config: DictConfig, registry: PluginRegistry) -> Iter
         yield "attention_backends", attention
     chosen = {group: _select(config, f"{group}.name") for group in UPSTREAM_CHOICES}
     if any(chosen[group] not in (None, upstream) for group, upstream in UPSTREAM_CHOICES.items()):
-        yield "policy_wrappers", str(_select(config, "policy.type"))
+        yield "policies", str(_select(config, "policy.type"))
     if _select(config, "env.type") in registry.names("environments"):
         yield "environments", str(_select(config, "env.type"))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from embodix.evaluation.policy_loading import PolicyChoices
+from embodix.checkpoints.policy_loading import PolicyChoices
 
 ACTORS = ("policy", "expert", "blind", "blank_image", "wrong_prompt")
 OF_THE_POLICY = ("policy", "blank_image", "wrong_prompt")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What acts without seeing: the floor that a success rate has to be read against.
 
-MetaWorld varies its scenes so little that one fixed action sequence solves many of them.
+Some simulators vary their scenes so little that one fixed action sequence solves many of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from embodix.data.metaworld_scene import ACTION_DIM
 from embodix.data.recorded_dataset import MANIFEST_FILE, read_manifest
 
 
@@ -32,7 +31,7 @@ def applicable_controls(tasks: Sequence[str], recording: str | Path | None) -> l
 
 
 def mean_action_sequence(root: str | Path, task: str, num_steps: int) -> np.ndarray:
-    """The mean of a task's demonstrations, action by action, float32 (num_steps, 4).
+    """The mean of a task's demonstrations, action by action, float32 (num_steps, action_dim).
 
     Demonstrations that began with a drift are left out, if others exist: they start elsewhere. A demonstration
     that is over holds its last action.
@@ -49,7 +48,7 @@ def mean_action_sequence(root: str | Path, task: str, num_steps: int) -> np.ndar
     chosen = [episode for episode in of_task if episode["num_drift_steps"] == 0] or of_task
     dataset = LeRobotDataset(manifest["settings"]["repo_id"], root=root)
     columns = dataset.hf_dataset.select_columns(["action", "episode_index"]).with_format("numpy")[:]
-    sequences = np.zeros((len(chosen), num_steps, ACTION_DIM), np.float32)
+    sequences = np.zeros((len(chosen), num_steps, columns["action"].shape[1]), np.float32)
     for row, episode in enumerate(chosen):
         actions = columns["action"][columns["episode_index"] == episode["episode_index"]][:num_steps]
         sequences[row, : len(actions)] = actions

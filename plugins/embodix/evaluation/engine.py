@@ -29,7 +29,7 @@ from embodix.evaluation.simulators import SimulatorError
 from embodix.evaluation.workers import InProcess, Lost, Processes, Workers
 
 if TYPE_CHECKING:
-    from embodix.evaluation.simulators import Simulators
+    from embodix.contracts import Simulators
 
 OnResult = Callable[[EpisodeResult], None]
 

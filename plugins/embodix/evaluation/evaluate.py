@@ -13,23 +13,25 @@ from typing import Any
 from lerobot.envs.configs import EnvConfig
 from omegaconf import DictConfig, OmegaConf
 
+from embodix.checkpoints.env_features import env_name
+from embodix.checkpoints.model_folder import ModelFolder, find_model
+from embodix.checkpoints.policy_loading import loaded_policy
+from embodix.contracts import Simulators
 from embodix.evaluation.actors import Actor, ExpertActor, ReplayActor
 from embodix.evaluation.choices import check_choices, needs_policy, policy_choices
 from embodix.evaluation.controls import mean_action_sequence
 from embodix.evaluation.engine import EngineSettings
-from embodix.evaluation.env_features import env_name
 from embodix.evaluation.episodes import plan_episodes
-from embodix.evaluation.model_folder import ModelFolder, find_model
 from embodix.evaluation.named_checkpoints import name_checkpoints
 from embodix.evaluation.policy_actors import PolicyActors
-from embodix.evaluation.policy_loading import loaded_policy
 from embodix.evaluation.progress import EvaluationProgress
 from embodix.evaluation.session import ActorRun, EvaluationSession, default_num_workers
-from embodix.evaluation.simulators import Simulators, simulators_of
+from embodix.evaluation.simulators import simulators_of
 from embodix.report.evaluation import Evaluation, pair_success, read_evaluation
 from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
 from embodix.report.evaluation_record import EPISODES_FILE, RESULTS_FILE, EvaluationRun, results_record, write_results
 from embodix.report.manifest import write_text_atomically
+from embodix.schema.compose import options_of
 from embodix.training.host_config import decode_env
 
 PAGE_FILE, PAIRS_FILE = "results.html", "pairs.json"
@@ -205,7 +207,7 @@ def _environment_of_runs(sources: Sequence[ModelFolder]) -> dict[str, Any]:
     if not found or found[0] is None or any(env != found[0] for env in found):
         raise ValueError(
             "No environment was chosen, and the runs that trained the checkpoints have none, or different ones. "
-            "Choose one: env=metaworld, env=pusht, env=libero, or LeRobot's own as +env.type=... ."
+            f"Choose one: {', '.join(f'env={name}' for name in options_of('env'))}, or LeRobot's own as +env.type=... ."
         )
     return dict(found[0])
 
@@ -217,7 +219,7 @@ def _recording(cfg: DictConfig, source: ModelFolder | None) -> str:
     if root is None:
         raise ValueError(
             "The blind control replays the mean demonstration of a recording, and none is known. Give its folder: "
-            "dataset.root=data/metaworld_demo."
+            "dataset.root=<folder of the recording>."
         )
     return str(root)
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from embodix import plugins
 from embodix.evaluation.simulators import StepOutcome
 
-# Their reset(seed=s) does not decide the episode, so no result would repeat: metaworld draws goals from a stream of its
-# own, and libero takes the next of its initial states at every reset.
-IGNORES_SEEDS = {"metaworld": "embodix_metaworld", "libero": "embodix_libero"}
+# A plugin's environment that stands in for one of LeRobot's whose reset(seed=s) does not decide the episode, so that no
+# result would repeat, is registered under LeRobot's type with this before it.
+STANDS_IN = "embodix_"
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,11 @@ class GymSimulators:
         Raises:
             ValueError: the environment ignores seeds.
         """
-        if env_cfg.type in IGNORES_SEEDS:
+        honours_seeds = f"{STANDS_IN}{env_cfg.type}"
+        if honours_seeds in plugins.registry().names("environments"):
             raise ValueError(
                 f"Every episode must be decided by its seed, and LeRobot's env.type={env_cfg.type} ignores seeds. "
-                f"Use env.type={IGNORES_SEEDS[env_cfg.type]}, the same tasks with honoured seeds, or run "
+                f"Use env.type={honours_seeds}, the same tasks with honoured seeds, or run "
                 "`lerobot-eval`."
             )
         return cls(env_cfg, (env_cfg.task or env_cfg.type,))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from lerobot.envs.configs import EnvConfig
 
+from embodix.checkpoints.policy_loading import LoadedPolicy
 from embodix.evaluation.actors import PolicyActor
-from embodix.evaluation.policy_loading import LoadedPolicy
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from embodix.contracts import HasExpert, Simulator, Simulators
 from embodix.evaluation.episodes import Episode
-from embodix.evaluation.simulators import HasExpert, Simulator, Simulators
 
 Observation = dict[str, Any]
 

@@ -13,8 +13,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
+from embodix.contracts import Simulators
 from embodix.evaluation.simulation import Begin, Command, Ready, Reply, Simulations
-from embodix.evaluation.simulators import Simulators
 
 JOIN_TIMEOUT_S = 10.0
 SERVE = "import sys; from embodix.evaluation.simulation import serve; serve(int(sys.argv[1]))"

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from embodix.contracts import BatchComposer
 from embodix.packing.balance import assign_to_ranks
 from embodix.packing.bins import Bins
-from embodix.packing.composer import BatchComposer
 from embodix.packing.cost import CostModel
 from embodix.packing.sizes import FloatArray, IntArray, SampleSizes
 

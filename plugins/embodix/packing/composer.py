@@ -7,38 +7,11 @@ without them leaves the composition of batches to upstream's sampler.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 import numpy as np
 
 from embodix.packing.bins import Bins
 from embodix.packing.cost import CostModel
 from embodix.packing.sizes import IntArray, SampleSizes
-
-
-@runtime_checkable
-class BatchComposer(Protocol):
-    """Decides which samples share a bin (a micro-batch).
-
-    Attributes:
-        bins_per_step: bins of one optimizer step on each rank.
-    """
-
-    bins_per_step: int
-
-    def compose(self, samples_N: IntArray, sizes: SampleSizes, samples_per_bin: float, cost: CostModel) -> Bins:
-        """Bins that hold each of ``samples_N`` exactly once, a function of the arguments alone.
-
-        Args:
-            samples_N: int64 dataset indices of one epoch, in its order.
-            sizes: of every sample of the data set.
-            samples_per_bin: samples that a bin should hold on average where no budget is set.
-            cost: the cost model in force, in token units.
-
-        Raises:
-            ValueError: a sample that no bin can hold.
-        """
-        ...
 
 
 class FixedCountComposer:

@@ -7,7 +7,6 @@ Shape suffixes: B samples, S rows of the padded prefix of one sample, N rows tha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -72,33 +71,6 @@ class PackedLayout:
             positions_N=self.positions_N.to(device, non_blocking=True),
             valid_rows_V=None if valid_rows_V is None else valid_rows_V.to(device, non_blocking=True),
         )
-
-
-class Packer(Protocol):
-    """Decides which rows of a padded batch are computed."""
-
-    name: str
-
-    def layout(self, valid_BS: Tensor) -> PackedLayout:
-        """The layout for a bool mask of the tokens that exist.
-
-        Raises:
-            ValueError: the mask is not a two-dimensional bool tensor.
-        """
-        ...
-
-
-@runtime_checkable
-class ShapePadder(Protocol):
-    """A packer that computes a training batch in one of few shapes."""
-
-    def pad(self, layout: PackedLayout, num_images: int) -> PackedLayout:
-        """``layout`` with blank rows, and with the number of samples and images to compute.
-
-        Raises:
-            ValueError: a batch that no shape holds.
-        """
-        ...
 
 
 def positions_of_valid(valid_BS: Tensor) -> Tensor:

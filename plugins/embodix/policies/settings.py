@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from embodix.attention.backend import AttentionBackend
-from embodix.packing.layout import Packer
+from embodix.contracts import AttentionBackend, Packer
 
 VisionTokens = Literal["upstream", "valid"]
 ActionPad = Literal["host", "mask"]
@@ -94,24 +93,6 @@ class TokenCounts:
         return self.valid / self.computed
 
 
-class Installation(Protocol):
-    """A fast path in place on one policy."""
-
-    token_counts: TokenCounts | None
-
-    def uninstall(self) -> None:
-        """Put upstream's methods back."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """What is installed, for reports."""
-        ...
-
-    def action_elements(self, batch: Mapping[str, Any]) -> int:
-        """Elements that the loss of this batch is a mean over, flow samples included."""
-        ...
-
-
 @dataclass(frozen=True)
 class ReferenceCheck:
     """Relative loss differences where upstream's own batch is not the reference, on one batch of the run.
@@ -127,31 +108,3 @@ class ReferenceCheck:
     cause: str
     fast_difference: float
     host_batch_difference: float
-
-
-@runtime_checkable
-class ChecksReference(Protocol):
-    """An installation whose reference is not upstream's own batch."""
-
-    def check_reference(self, batch: Mapping[str, Any]) -> ReferenceCheck:
-        """Compare with the reference on a preprocessed batch; weights and gradients are left as they are."""
-        ...
-
-
-class PolicyWrapper(Protocol):
-    """Puts a fast path on instances of one host policy."""
-
-    policy_type: str
-    supported: Mapping[str, str]
-
-    def head_dim(self, policy: nn.Module) -> int:
-        """Channels of one attention head: what a backend's probe is asked about."""
-        ...
-
-    def install(self, policy: nn.Module, settings: FastPathSettings) -> Installation:
-        """Set the fast methods on this instance only.
-
-        Raises:
-            ValueError: another policy type, a host version out of range, or a config the fast path can't honour.
-        """
-        ...

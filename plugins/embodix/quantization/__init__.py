@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 weights with block scales: formats, which modules they are for, and the kernels that compute with them."""
+"""`lerobot quantize`: which modules, in which format, and whether the policy still acts alike."""

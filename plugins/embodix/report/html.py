@@ -39,10 +39,10 @@ def render_html(report: CompareReport) -> str:
     )
 
 
-def page_environment() -> jinja2.Environment:
-    """The templates of the report pages, with the words for figures as filters."""
+def page_environment(*packages: str) -> jinja2.Environment:
+    """The templates of the report pages, and of ``packages`` before them, with the words for figures as filters."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("embodix.report"),
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(package) for package in (*packages, "embodix.report")]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

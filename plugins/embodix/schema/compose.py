@@ -3,28 +3,41 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+from pathlib import Path
+
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from embodix.schema import eval as eval_schema
-from embodix.schema import quantize as quantize_schema
-from embodix.schema import rl as rl_schema
-from embodix.schema import train as train_schema
+from embodix import plugins
 
 CONFIG_MODULE = "embodix.hydra_conf"
 
 
 def register_schemas() -> None:
     """Make every verb's schema known to Hydra."""
-    train_schema.register()
-    eval_schema.register()
-    rl_schema.register()
-    quantize_schema.register()
+    for register in plugins.registry().resolve_all("schemas").values():
+        register()
+
+
+def config_packages() -> list[str]:
+    """Packages that hold config groups, embodix's own first."""
+    targets = [r.target.replace(":", ".") for r in plugins.registry().implementations["config_packages"].values()]
+    return sorted(targets, key=lambda package: package != CONFIG_MODULE)
+
+
+def options_of(group: str) -> list[str]:
+    """Every option of a config group, of all packages; without the alias that stands for the default."""
+    folders = [files(package) / group for package in config_packages()]
+    found = {
+        Path(f.name).stem for folder in folders if folder.is_dir() for f in folder.iterdir() if f.name[-5:] == ".yaml"
+    }
+    return sorted(found - {"default"})
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
-    """Compose ``config_name`` from embodix's config groups.
+    """Compose ``config_name`` from all config groups.
 
     Raises:
         hydra.errors.HydraException: a group, option or field that does not exist.

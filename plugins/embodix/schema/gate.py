@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schema of the accuracy gate: the config's ``gate`` node, and what ``embodix.evaluation.accuracy_gate`` is given."""
+"""Schema of the accuracy gate: the config's ``gate`` node, and what ``embodix.quantization.accuracy_gate`` is given."""
 
 from __future__ import annotations
 

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from embodix.patching import patched, replace_attribute, sizes_patch
+from embodix.patching import patched, replace_attribute
+from embodix.policies.support import sizes_patch, support_of
 from embodix.schema.compose import compose
-from embodix.testing.groot import SMALL_ARCHITECTURE as SMALL_GROOT
-from embodix.testing.pi05 import SMALL_ARCHITECTURE
-from embodix.training.host_assets import prepare_host_assets
 from embodix.training.host_config import decode_host_config
 from embodix.training.host_context import command_line
 from embodix.training.run import RunResult, run_training
@@ -21,56 +18,19 @@ from embodix.training.run import RunResult, run_training
 VOCAB_SIZE = 1024
 
 
-def small_run(dataset_root: Path, *overrides: str) -> list[str]:
-    """Hydra overrides of a run that takes seconds on a CPU: 28-pixel images, batches of 3, 3 steps."""
-    architecture = {part: dict(sizes) for part, sizes in SMALL_ARCHITECTURE.items()}
-    architecture["language"]["vocab_size"] = VOCAB_SIZE
-    sizes = json.dumps(architecture).replace('"', "")
-    return [
-        "policy=pi05_small",
-        f"architecture={sizes}",
-        f"dataset.root={dataset_root}",
-        "policy.image_resolution=[28,28]",
-        "policy.chunk_size=6",
-        "policy.n_action_steps=3",
-        "policy.tokenizer_max_length=64",
-        "train.batch_size=3",
-        "train.num_workers=0",
-        "train.steps=3",
-        "train.eval_freq=0",
-        *overrides,
-    ]
-
-
-def small_groot_run(dataset_root: Path, *overrides: str) -> list[str]:
-    """The same for GR00T-N1.5."""
-    architecture = {**SMALL_GROOT, "language": {**SMALL_GROOT["language"], "vocab_size": VOCAB_SIZE}}
-    sizes = json.dumps(architecture).replace('"', "")
-    return [
-        "policy=groot_n15_small",
-        f"architecture={sizes}",
-        f"dataset.root={dataset_root}",
-        "policy.image_size=[28,28]",
-        "policy.chunk_size=6",
-        "policy.n_action_steps=3",
-        "train.batch_size=3",
-        "train.num_workers=0",
-        "train.steps=3",
-        "train.eval_freq=0",
-        *overrides,
-    ]
-
-
 def train_here(overrides: list[str]) -> RunResult:
     """What ``lerobot train`` does with these overrides, in this process."""
     return run_training(compose("train", overrides), overrides)
 
 
-def train_upstream(overrides: list[str]) -> list[float]:
+def train_upstream(overrides: list[str], needed: Collection[str] = ()) -> list[float]:
     """Upstream's own ``train(cfg)`` on the config that these overrides make, without accelerator or features.
 
-    Only what makes the run possible on a CPU without network is there: the small sizes and the offline tokenizer, and
-    for GR00T-N1.5 the repairs without which it can't run.
+    Only what makes the run possible on a CPU without network is there: the small sizes, the offline tokenizer and the
+    patches without which the policy can't run.
+
+    Args:
+        needed: of the config's patches, those to apply.
 
     Returns:
         The loss of each step, as upstream's loop computed it.
@@ -81,10 +41,10 @@ def train_upstream(overrides: list[str]) -> list[float]:
 
     cfg = compose("train", overrides)
     host_cfg = decode_host_config(cfg)
-    prepare_host_assets(cfg, host_cfg)
+    support_of(cfg.policy.type).prepare_assets(cfg, host_cfg)
     patches = {sizes_patch(cfg.policy.type): {"architecture": host_sizes(cfg)}}
-    if cfg.policy.type == "groot":
-        patches |= {"lerobot_groot_runs": {}, "lerobot_groot_samples": {"language": cfg.language.name}}
+    patches |= {name: dict(options or {}) for name, options in cfg.patches.items() if name in needed}
+    patches |= support_of(cfg.policy.type).patches(cfg)
     with (
         patched(patches),
         offline_tokenizer(Path(cfg.tokenizer.directory)),

@@ -12,12 +12,12 @@ from accelerate import Accelerator
 from lerobot.configs.train import TrainPipelineConfig
 from torch.utils.data import default_collate
 
+from embodix.contracts import BatchComposer
 from embodix.data.order import SampleOrder, ShuffledOrder
+from embodix.data.sample_sizes import SizedDataset, measure_samples
 from embodix.packing.batches import BatchStream
-from embodix.packing.composer import BatchComposer
 from embodix.packing.cost import CostModel
 from embodix.packing.sizes import SampleSizes
-from embodix.policies.sample_sizes import SizedDataset, measure_samples
 from embodix.policies.settings import TokenCounts
 from embodix.training.cost_fit import CostFit
 from embodix.training.features import InstalledFeatures

@@ -35,7 +35,7 @@ def require_trainable_dataset(host_cfg: TrainPipelineConfig, dataset_node: Mappi
             return
         raise ValueError(
             f"No LeRobotDataset at dataset.root={root} (meta/info.json is missing). "
-            "Record one with `lerobot data metaworld`, or give the folder of an existing dataset."
+            "Record one with `lerobot data <source>`, or give the folder of an existing dataset."
         )
     if not (root / "meta" / "tasks.parquet").is_file():
         raise ValueError(

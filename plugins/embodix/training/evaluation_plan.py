@@ -49,7 +49,7 @@ def plan_evaluation(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> Evaluatio
 
 def _require_checkpoints(cfg: DictConfig, host_cfg: TrainPipelineConfig, every: int) -> None:
     if host_cfg.env is None:
-        raise ValueError(f"evaluation={cfg.evaluation.name} needs a simulator; choose one, for example env=metaworld.")
+        raise ValueError(f"evaluation={cfg.evaluation.name} needs a simulator; choose one with env=... .")
     if every < 1:
         raise ValueError(f"evaluation={cfg.evaluation.name} runs every train.eval_freq steps; got {every}.")
     if not host_cfg.save_checkpoint or every % host_cfg.save_freq:

@@ -15,13 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
 from embodix.attention.select import choose_backend
+from embodix.contracts import BatchComposer, Installation
 from embodix.data.mixture_spec import is_mixture
-from embodix.packing.composer import BatchComposer
-from embodix.policies.settings import FastPathSettings, Installation
-from embodix.quantization.blocks import ScaledWeight
-from embodix.quantization.precision.installation import PrecisionInstallation
+from embodix.policies.settings import FastPathSettings
+from embodix.policies.support import support_of
 from embodix.schema.train import NamedChoice
 from embodix.training.step_forward import StepCount, over_ranks
+from embodix_fp8.blocks import ScaledWeight
+from embodix_fp8.precision.installation import PrecisionInstallation
 
 UNCHANGED = "none"  # the quantization and the precision of the policy as it is
 
@@ -200,7 +201,7 @@ def _install_wrapper(
     """The packed computation, where anything but upstream's is asked for."""
     if selection.is_upstream:
         return InstalledFeatures(None, "upstream dense eager")
-    wrapper = plugins.resolve("policy_wrappers", policy.config.type)()
+    wrapper = support_of(policy.config.type).wrapper()
     attention = None
     if selection.attention.name != "upstream":
         attention = choose_backend(
@@ -241,8 +242,10 @@ def _constructor(name: str, options: dict[str, Any]) -> Callable[[], Any]:
 
 def _attention_dtype(policy: PreTrainedPolicy, accelerator: Accelerator) -> torch.dtype:
     """The dtype attention will see: autocast's under mixed precision, else that of the policy's parameters."""
-    if hasattr(policy.config, "use_bf16"):  # GR00T opens an autocast of its own inside that of the accelerator
-        return torch.bfloat16 if policy.config.use_bf16 else torch.float32
+    own = support_of(policy.config.type).own_autocast(policy.config)
+    if own is not None:
+        dtype: torch.dtype = getattr(torch, own)
+        return dtype
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     if mixed is not None:
         return mixed

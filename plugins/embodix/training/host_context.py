@@ -12,11 +12,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from embodix.data.tokenizer import offline_tokenizer
-from embodix.patching import patch_module, patched, sizes_patch
-from embodix.quantization.file_format import is_quantized
+from embodix.patching import patch_module, patched
+from embodix.policies.support import sizes_patch, support_of
 from embodix.training.checkpoint import checkpoint_finished, write_session_state
 from embodix.training.session import current_session
+from embodix_fp8.file_format import is_quantized
 
+POLICY_GUARDS = "policy_guards"  # stands in the config for those of the policy's record
 QUANTIZED_PATCH = "lerobot_quantized_checkpoint"
 
 
@@ -33,8 +35,9 @@ def host_context(cfg: DictConfig, resume_config: Path | None = None) -> Iterator
     """
     with ExitStack() as stack:
         stack.enter_context(patched(required_patches(cfg)))
-        if cfg.tokenizer.directory is not None and cfg.policy.type != "groot":  # which has tokenizer_assets_repo
-            stack.enter_context(offline_tokenizer(Path(cfg.tokenizer.directory)))
+        support = support_of(cfg.policy.type)
+        if cfg.tokenizer.directory is not None and support.uses_tokenizer_directory():
+            stack.enter_context(offline_tokenizer(Path(cfg.tokenizer.directory), support.tokenizer_hub_id))
         arguments = ["lerobot-train"] + ([f"--config_path={resume_config}"] if resume_config else [])
         stack.enter_context(command_line(arguments))
         yield
@@ -66,7 +69,9 @@ def policy_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
 
 def _chosen_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     plain: Any = OmegaConf.to_container(cfg.patches, resolve=True)
-    return {name: dict(options or {}) for name, options in plain.items()}
+    guards = support_of(cfg.policy.type).guards if POLICY_GUARDS in plain else ()
+    chosen = {**dict.fromkeys(guards), **plain}
+    return {name: dict(options or {}) for name, options in chosen.items() if name != POLICY_GUARDS}
 
 
 def _policy_options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
@@ -74,9 +79,7 @@ def _policy_options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     if cfg.architecture is not None:
         architecture = OmegaConf.to_container(cfg.architecture, resolve=True)
         patches[sizes_patch(cfg.policy.type)] = {"architecture": architecture}
-    if cfg.policy.type == "groot":
-        patches["lerobot_groot_samples"] = {"language": cfg.language.name}
-    return patches
+    return patches | support_of(cfg.policy.type).patches(cfg)
 
 
 def build_dataset(host_cfg: Any, upstream: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig, OmegaConf
 
+from embodix.policies.support import support_of
 from embodix.report.run_page import write_run_page
 from embodix.report.steps import StepRecord
 from embodix.schema.compose import compose
@@ -21,7 +22,6 @@ from embodix.training.checkpoint_evaluation import CheckpointEvaluation
 from embodix.training.dataset_checks import require_trainable_dataset
 from embodix.training.evaluation_plan import plan_evaluation
 from embodix.training.features import select_training_features
-from embodix.training.host_assets import prepare_host_assets
 from embodix.training.host_config import (
     decode_host_config,
     fill_missing_preset,
@@ -131,7 +131,7 @@ def _run(
     selection = select_training_features(cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])
-    prepare_host_assets(cfg, host_cfg)
+    support_of(cfg.policy.type).prepare_assets(cfg, host_cfg)
     plan = plan_evaluation(cfg, host_cfg)
     assert host_cfg.output_dir is not None
     with metric_writer(cfg.logging, host_cfg) as writer:

@@ -26,8 +26,9 @@ from embodix.data.mixture import MixtureDataset, build_mixture
 from embodix.data.mixture_spec import MixtureSpec, decode_mixture, is_mixture
 from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder
 from embodix.data.preprocessing import LoopPreprocessor, PreprocessingCollate
-from embodix.data.processors import ProcessorCall, ProcessorPair, member_config, merger_for
-from embodix.policies.sample_sizes import SizedDataset
+from embodix.data.processors import ProcessorCall, ProcessorPair, member_config
+from embodix.data.sample_sizes import SizedDataset
+from embodix.policies.support import support_of
 from embodix.training.order_sampler import OrderSampler
 
 
@@ -138,7 +139,7 @@ class RunData:
             return LoopPreprocessor(pre, device), post
         members = self.dataset.members
         own = [call.build(member, device="cpu")[0] for member in members]
-        self.collate = PreprocessingCollate(own, merger_for(policy_cfg, members, own))
+        self.collate = PreprocessingCollate(own, support_of(policy_cfg.type).merger(policy_cfg, members, own))
         self._host_preprocessors = lambda: own
         self._call, self._saved = call, [call.build(member) for member in members]
         evaluated = self.dataset.spec.evaluated_index

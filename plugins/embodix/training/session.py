@@ -17,8 +17,8 @@ from lerobot.configs.train import TrainPipelineConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodix import patching
-from embodix.packing.composer import BatchComposer
-from embodix.policies.settings import ChecksReference, ReferenceCheck, TokenCounts
+from embodix.contracts import BatchComposer, ChecksReference
+from embodix.policies.settings import ReferenceCheck, TokenCounts
 from embodix.report.manifest import collect_manifest
 from embodix.report.steps import StepRecord, TokenRecord, append_step
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation

@@ -18,11 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from embodix.patching import replace_attribute
+from embodix.policies.support import support_of
 from embodix.report.steps import StepRecord
 from embodix.training.accelerator import ObservedAccelerator
 from embodix.training.dataset_checks import require_trainable_dataset
 from embodix.training.features import select_training_features
-from embodix.training.host_assets import prepare_host_assets
 from embodix.training.host_config import decode_host_config, fill_missing_preset, require_landed_groups
 from embodix.training.host_context import required_patches
 from embodix.training.lockstep import run_in_turns
@@ -113,7 +113,7 @@ def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> Trainin
     fill_missing_preset(host_cfg)
     config: Any = OmegaConf.to_container(variant.cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])
-    prepare_host_assets(variant.cfg, host_cfg)
+    support_of(variant.cfg.policy.type).prepare_assets(variant.cfg, host_cfg)
     return TrainingSession(
         name=variant.name,
         host_cfg=host_cfg,

@@ -17,8 +17,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from embodix.contracts import Installation
 from embodix.data.preprocessing import MicroBatches
-from embodix.policies.settings import Installation, TokenCounts
+from embodix.policies.settings import TokenCounts
 
 
 class StepCount:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from embodix.quantization.precision import gemm_gate
-from embodix.quantization.precision.block_scaling import EmulatedBlocks
-from embodix.quantization.precision.gemm_gate import GemmGate, GemmTable, gate_options, seconds_a_call
-from embodix.quantization.precision.installation import install_kernel
-from embodix.testing.pi05 import random_batch, small_pi05
+from embodix_fp8.precision import gemm_gate
+from embodix_fp8.precision.block_scaling import EmulatedBlocks
+from embodix_fp8.precision.gemm_gate import GemmGate, GemmTable, gate_options, seconds_a_call
+from embodix_fp8.precision.installation import install_kernel
+from embodix_pi05.testing import random_batch, small_pi05
 
 CPU = torch.device("cpu")
 KERNEL = EmulatedBlocks("for the test")

@@ -19,21 +19,22 @@ from torch import nn
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
 from embodix.plugins import build, registry
-from embodix.policies.groot_n15.wrapper import GrootN15Wrapper
-from embodix.policies.pi05.wrapper import Pi05Wrapper
 from embodix.policies.settings import FastPathSettings
-from embodix.quantization.precision import block_scaling, torchao_float8
-from embodix.quantization.precision.block_rounding import BlockRoundedLinear
-from embodix.quantization.precision.block_scaling import (
+from embodix.testing.errors import gradients_of
+from embodix_fp8.precision import block_scaling, torchao_float8
+from embodix_fp8.precision.block_rounding import BlockRoundedLinear
+from embodix_fp8.precision.block_scaling import (
     BlockScaledFp8,
     EmulatedBlocks,
     TransformerEngineKernel,
     transformer_engine_problem,
 )
-from embodix.quantization.precision.installation import first_products_problem
-from embodix.quantization.precision.torchao_float8 import TorchaoFloat8, TorchaoKernel, fp8_units_problem
-from embodix.testing import groot, pi05
-from embodix.testing.errors import gradients_of
+from embodix_fp8.precision.installation import first_products_problem
+from embodix_fp8.precision.torchao_float8 import TorchaoFloat8, TorchaoKernel, fp8_units_problem
+from embodix_groot import pi05
+from embodix_groot import testing as groot
+from embodix_groot.wrapper import GrootN15Wrapper
+from embodix_pi05.wrapper import Pi05Wrapper
 
 CPU = torch.device("cpu")
 PRECISIONS: dict[str, Callable[[], Any]] = {

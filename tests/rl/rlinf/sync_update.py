@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from embodix.rl.rlinf.extension import activate, register_models
+from embodix_rl.rlinf.extension import activate, register_models
 
 activate("actor")
 register_models()
@@ -26,11 +26,11 @@ from rlinf.data.embodied_io_struct import convert_trajectories_to_batch as to_ba
 from rlinf.scheduler import AcceleratorType  # noqa: E402
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E402
 
-from embodix.rl.rlinf.latency_policy import LatencyPolicy  # noqa: E402
-from embodix.rl.rlinf.plan import plan_run  # noqa: E402
-from embodix.rl.rlinf.workers.streaming_actor import StreamingActor  # noqa: E402
-from embodix.rl.scheduling.streamer import MicroBatchStreamer  # noqa: E402
 from embodix.schema.compose import compose  # noqa: E402
+from embodix_rl.rlinf.latency_policy import LatencyPolicy  # noqa: E402
+from embodix_rl.rlinf.plan import plan_run  # noqa: E402
+from embodix_rl.rlinf.workers.streaming_actor import StreamingActor  # noqa: E402
+from embodix_rl.scheduling.streamer import MicroBatchStreamer  # noqa: E402
 
 SHARDS, ENVS, STEPS, CHUNK = 2, 8, 4, 5
 COMMON = [

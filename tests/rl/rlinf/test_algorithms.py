@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from embodix.report.rl_steps import RlStep, read_rl_steps
-from embodix.rl.rlinf.needs import missing
-from embodix.testing.rl_runs import finish_rl, frames_of_a_step, start_rl
+from embodix_rl.report.rl_steps import RlStep, read_rl_steps
+from embodix_rl.rlinf.needs import missing
+from embodix_rl.testing.rl_runs import finish_rl, frames_of_a_step, start_rl
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from embodix.rl.objectives.objective import Sampled
-from embodix.rl.rlinf.asynchronous.components import DriverComponent, WorkersComponent, finished
-from embodix.rl.rlinf.asynchronous.exchange import (
+from embodix.schema.compose import compose
+from embodix_rl.objectives.objective import Sampled
+from embodix_rl.rlinf.asynchronous.components import DriverComponent, WorkersComponent, finished
+from embodix_rl.rlinf.asynchronous.exchange import (
     EVENTS,
     Adopted,
     Asks,
@@ -26,18 +27,17 @@ from embodix.rl.rlinf.asynchronous.exchange import (
     answers_key,
     tickets_key,
 )
-from embodix.rl.rlinf.asynchronous.gate_service import GateService
-from embodix.rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of
-from embodix.rl.rlinf.asynchronous.weight_parts import ModelBuffer, split_weights
-from embodix.rl.rlinf.faults import WorkerFailedError
-from embodix.rl.rlinf.plan import plan_run
-from embodix.rl.scheduling.normalization import Moments
-from embodix.rl.scheduling.staleness import GateSettings, StalenessGate
-from embodix.rl.scheduling.waiting import WaitTimeout
-from embodix.rl.scheduling.weights import Part
-from embodix.schema.compose import compose
-from embodix.testing.rl_updates import PPO_ALGORITHM
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.rlinf.asynchronous.gate_service import GateService
+from embodix_rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of
+from embodix_rl.rlinf.asynchronous.weight_parts import ModelBuffer, split_weights
+from embodix_rl.rlinf.faults import WorkerFailedError
+from embodix_rl.rlinf.plan import plan_run
+from embodix_rl.scheduling.normalization import Moments
+from embodix_rl.scheduling.staleness import GateSettings, StalenessGate
+from embodix_rl.scheduling.waiting import WaitTimeout
+from embodix_rl.scheduling.weights import Part
+from embodix_rl.testing.rl_updates import PPO_ALGORITHM
+from embodix_rl.testing.virtual_clock import run_virtually
 
 
 class Channel:

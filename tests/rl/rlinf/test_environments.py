@@ -11,12 +11,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from embodix.rl.rlinf import latency_env
-from embodix.rl.rlinf.environments import environment_class
-from embodix.rl.rlinf.latency_env import LatencyEnv
-from embodix.rl.rlinf.observations import cameras_of, from_host, to_host
-from embodix.rl.rlinf.simulator_env import RewardRule, SimulatorEnv
 from embodix.testing.simulators import IMAGE_SIZE, PointSimulators
+from embodix_rl.rlinf import latency_env
+from embodix_rl.rlinf.environments import environment_class
+from embodix_rl.rlinf.latency_env import LatencyEnv
+from embodix_rl.rlinf.observations import cameras_of, from_host, to_host
+from embodix_rl.rlinf.simulator_env import RewardRule, SimulatorEnv
 
 MAX_STEPS = 12
 

@@ -8,11 +8,11 @@ import json
 import numpy as np
 import pytest
 
-from embodix.report.rl_steps import RlStep, append_rl_step, rates, read_rl_steps
-from embodix.report.timeline import TimelineWriter, read_timeline
-from embodix.rl.rlinf.consumption import Consumption, merge
-from embodix.rl.rlinf.episode_seeds import EpisodeSeeds
-from embodix.rl.rlinf.metrics import StepRecorder
+from embodix_rl.report.rl_steps import RlStep, append_rl_step, rates, read_rl_steps
+from embodix_rl.report.timeline_file import TimelineWriter, read_timeline
+from embodix_rl.rlinf.consumption import Consumption, merge
+from embodix_rl.rlinf.episode_seeds import EpisodeSeeds
+from embodix_rl.rlinf.metrics import StepRecorder
 
 
 def test_no_two_episodes_share_a_seed_except_in_a_group():

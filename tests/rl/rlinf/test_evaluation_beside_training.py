@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from embodix.report.rl_steps import amend_rl_step, read_rl_steps
-from embodix.rl.rlinf.asynchronous.evaluation import Evaluations
-from embodix.rl.rlinf.asynchronous.exchange import EVALUATION_REQUESTS
-from embodix.rl.rlinf.faults import WorkerFailedError
-from embodix.rl.rlinf.metrics import StepRecorder
-from embodix.rl.rlinf.workers.shard_evaluation import ShardEvaluation
+from embodix_rl.report.rl_steps import amend_rl_step, read_rl_steps
+from embodix_rl.rlinf.asynchronous.evaluation import Evaluations
+from embodix_rl.rlinf.asynchronous.exchange import EVALUATION_REQUESTS
+from embodix_rl.rlinf.faults import WorkerFailedError
+from embodix_rl.rlinf.metrics import StepRecorder
+from embodix_rl.rlinf.workers.shard_evaluation import ShardEvaluation
 
 
 class Work:

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from embodix.rl.rlinf.export import export_model
+from embodix_rl.rlinf.export import export_model
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from dataclasses import asdict
 import pytest
 
 from embodix import __version__
-from embodix.rl.rlinf import extension
-from embodix.rl.rlinf.extension import COMMON_PATCHES, ROLE_PATCHES, WorkerReport, require_reports
-from embodix.rl.rlinf.faults import WorkersDifferError
+from embodix_rl.rlinf import extension
+from embodix_rl.rlinf.extension import COMMON_PATCHES, ROLE_PATCHES, WorkerReport, require_reports
+from embodix_rl.rlinf.faults import WorkersDifferError
 
 
 def _report(role, rank=0, **changes):

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from embodix.report.manifest import load_manifest
-from embodix.report.rl_steps import rates, read_rl_steps
-from embodix.report.timeline import read_timeline
-from embodix.rl.rlinf.needs import missing
-from embodix.testing.rl_runs import await_rl, finish_rl, frames_of_a_step, left_behind, start_rl
+from embodix_rl.report.rl_steps import rates, read_rl_steps
+from embodix_rl.report.timeline_file import read_timeline
+from embodix_rl.rlinf.needs import missing
+from embodix_rl.testing.rl_runs import await_rl, finish_rl, frames_of_a_step, left_behind, start_rl
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,7 +24,7 @@ pytestmark = [
 PATCHES = """
 import importlib, sys
 from embodix.patching import apply_patch, patch_names, undo_patch
-from embodix.rl.rlinf.extension import all_patches
+from embodix_rl.rlinf.extension import all_patches
 
 names = all_patches()
 assert sorted(names) == [name for name in patch_names() if name.startswith("rlinf_")], names
@@ -53,9 +53,9 @@ print("patches:", len(names))
 
 POLICY = """
 import torch
-from embodix.rl.rlinf.extension import activate
+from embodix_rl.rlinf.extension import activate
 activate("rollout")
-from embodix.rl.rlinf.latency_policy import LatencyPolicy
+from embodix_rl.rlinf.latency_policy import LatencyPolicy
 config = {"state_dim": 3, "num_action_chunks": 4, "action_dim": 2, "width": 16, "seed": 1,
           "inference_s": {"1": 0.0}, "training_s": {"1": 0.0}}
 policy, twin = LatencyPolicy.of(config), LatencyPolicy.of(config)

@@ -9,16 +9,16 @@ import time
 
 import pytest
 
-from embodix.rl.rlinf.asynchronous.components import answer_of, innermost
-from embodix.rl.rlinf.asynchronous.exchange import EVENTS, Asks, ChannelReceive, ChannelSend, Delivered, Lost
-from embodix.rl.rlinf.asynchronous.gate_service import GateService
-from embodix.rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators
-from embodix.rl.rlinf.faults import WorkerFailedError
-from embodix.rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines, SimulatorLostError
-from embodix.rl.scheduling.staleness import GateSettings, StalenessGate
-from embodix.rl.scheduling.supervision import RestartBudget
-from embodix.testing.failing_environment import FailingEnvironment
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.rlinf.asynchronous.components import answer_of, innermost
+from embodix_rl.rlinf.asynchronous.exchange import EVENTS, Asks, ChannelReceive, ChannelSend, Delivered, Lost
+from embodix_rl.rlinf.asynchronous.gate_service import GateService
+from embodix_rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators
+from embodix_rl.rlinf.faults import WorkerFailedError
+from embodix_rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines, SimulatorLostError
+from embodix_rl.scheduling.staleness import GateSettings, StalenessGate
+from embodix_rl.scheduling.supervision import RestartBudget
+from embodix_rl.testing.failing_environment import FailingEnvironment
+from embodix_rl.testing.virtual_clock import run_virtually
 
 
 class Events:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from embodix.rl.objectives.objective import Sampled
-from embodix.rl.rlinf.asynchronous.minibatches import MiniBatches, OneStep, joined
-from embodix.rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of
-from embodix.rl.rlinf.needs import missing
-from embodix.rl.scheduling.normalization import Scale
-from embodix.testing.rl_updates import GRPO_ALGORITHM
+from embodix_rl.objectives.objective import Sampled
+from embodix_rl.rlinf.asynchronous.minibatches import MiniBatches, OneStep, joined
+from embodix_rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of
+from embodix_rl.rlinf.needs import missing
+from embodix_rl.scheduling.normalization import Scale
+from embodix_rl.testing.rl_updates import GRPO_ALGORITHM
 
 STEPS, ENVS = 3, 2
 

@@ -9,10 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from embodix.plugins import PluginError
-from embodix.rl.rlinf import needs
-from embodix.rl.rlinf.plan import plan_run
-from embodix.rl.rlinf.run import run_rl
 from embodix.schema.compose import compose
+from embodix_rl.rlinf import needs
+from embodix_rl.rlinf.plan import plan_run
+from embodix_rl.rlinf.run import run_rl
 
 
 def _plan(folder, *overrides):

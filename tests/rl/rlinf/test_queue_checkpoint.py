@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodix.rl.rlinf.asynchronous.queue_checkpoint import (
+from embodix.schema.compose import compose
+from embodix_rl.rlinf.asynchronous.queue_checkpoint import (
     SavedGate,
     load_trajectories,
     read_gate,
@@ -18,10 +19,9 @@ from embodix.rl.rlinf.asynchronous.queue_checkpoint import (
     whole_checkpoint,
     write_gate,
 )
-from embodix.rl.rlinf.plan import plan_run
-from embodix.rl.scheduling.staleness import Finished, GateSettings, StalenessGate
-from embodix.schema.compose import compose
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.rlinf.plan import plan_run
+from embodix_rl.scheduling.staleness import Finished, GateSettings, StalenessGate
+from embodix_rl.testing.virtual_clock import run_virtually
 
 SIZES = {"num_envs": 8, "steps": 40, "max_staleness": 2}
 

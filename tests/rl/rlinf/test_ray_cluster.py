@@ -11,10 +11,10 @@ import time
 import psutil
 import pytest
 
-from embodix.rl.rlinf import ray_cluster
-from embodix.rl.rlinf.faults import RayStartError
-from embodix.rl.rlinf.ray_cluster import head_options, run_cluster
-from embodix.schema.rl import ClusterSettings
+from embodix_rl.rlinf import ray_cluster
+from embodix_rl.rlinf.faults import RayStartError
+from embodix_rl.rlinf.ray_cluster import head_options, run_cluster
+from embodix_rl.schema import ClusterSettings
 
 QUICK = ClusterSettings(start_timeout_s=20.0, start_attempts=2)
 ANSWERS = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from embodix.rl.rlinf.needs import missing
+from embodix_rl.rlinf.needs import missing
 
 pytestmark = [
     pytest.mark.slow,  # importing RLinf takes seconds
@@ -48,7 +48,7 @@ class Remote:
         """Nothing runs."""
 
     def lose(self) -> None:
-        from embodix.rl.rlinf.simulator_process import SimulatorLostError
+        from embodix_rl.rlinf.simulator_process import SimulatorLostError
 
         self.life += 1
         raise SimulatorLostError("The simulators of env 0 crashed")
@@ -58,7 +58,7 @@ def _worker(waits_for_all: bool, crashes: dict[int, int]) -> Any:
     """With two stages; `crashes` names the call of a stage's step that is its simulators' last."""
     from rlinf.data.embodied_io_struct import EnvOutput
 
-    from embodix.rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators
+    from embodix_rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators
 
     remote, calls = Remote(), {0: 0, 1: 0}
     flags = torch.zeros(1, 2, dtype=torch.bool)
@@ -95,9 +95,9 @@ async def _run(waits_for_all: bool, crashes: dict[int, int], *, late_leave: bool
 
     With `late_leave` there is none before the trajectory before was delivered.
     """
-    from embodix.rl.rlinf.asynchronous.exchange import Asks, Delivered, Masked, answers_key, samples_key, tickets_key
-    from embodix.rl.rlinf.workers.shard_env import Shard
-    from embodix.rl.scheduling.staleness import Ticket
+    from embodix_rl.rlinf.asynchronous.exchange import Asks, Delivered, Masked, answers_key, samples_key, tickets_key
+    from embodix_rl.rlinf.workers.shard_env import Shard
+    from embodix_rl.scheduling.staleness import Ticket
 
     inbox, requests, actor, events = Channel(), Channel(), Channel(), Channel()
     worker = _worker(waits_for_all, crashes)
@@ -170,7 +170,7 @@ def test_trajectories_come_whole_without_a_fault(waits_for_all, late_leave):
 
 @pytest.mark.parametrize(("life", "value"), [(0, 7.0), (1, 8.0)])
 def test_an_answer_from_before_a_restart_is_not_used(life, value):
-    from embodix.rl.rlinf.workers.shard_env import Shard, _Answered
+    from embodix_rl.rlinf.workers.shard_env import Shard, _Answered
 
     async def first_answer() -> Any:
         inbox = Channel()

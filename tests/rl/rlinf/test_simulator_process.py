@@ -16,16 +16,16 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from embodix.rl.rlinf.episode_seeds import EpisodeSeeds
-from embodix.rl.rlinf.latency_env import LatencyEnv
-from embodix.rl.rlinf.simulator_env import SimulatorEnv
-from embodix.rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines, SimulatorLostError, encode
-from embodix.testing.failing_environment import FailingEnvironment
+from embodix_rl.rlinf.episode_seeds import EpisodeSeeds
+from embodix_rl.rlinf.latency_env import LatencyEnv
+from embodix_rl.rlinf.simulator_env import SimulatorEnv
+from embodix_rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines, SimulatorLostError, encode
+from embodix_rl.testing.failing_environment import FailingEnvironment
 
 DEADLINES = SimulatorDeadlines(step_s=60.0, reset_s=60.0)
 PARENT = """
-from embodix.rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines
-from embodix.testing.failing_environment import FailingEnvironment
+from embodix_rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines
+from embodix_rl.testing.failing_environment import FailingEnvironment
 remote = RemoteSimulators("env 0", SimulatorDeadlines(60.0, 60.0))
 environment = remote.build(FailingEnvironment, first=0)
 print(remote.pid, flush=True)

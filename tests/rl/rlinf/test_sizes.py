@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from embodix.rl.rlinf.placement import place
-from embodix.rl.rlinf.sizes import RunSizes, require_legal
-from embodix.schema.rl import PlacementSettings
+from embodix_rl.rlinf.placement import place
+from embodix_rl.rlinf.sizes import RunSizes, require_legal
+from embodix_rl.schema import PlacementSettings
 
 LEGAL = RunSizes(
     num_envs=8,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.rl.scheduling.adaptive import AdaptiveLimits
-from embodix.rl.scheduling.batcher import Batch, BatchLimits, FixedLimits, Request
-from embodix.rl.scheduling.inference_time import InferenceTime
-from embodix.rl.scheduling.replay import ClientTrace, replay
-from embodix.testing.closed_loop import constant, lognormal, serve_clients
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.adaptive import AdaptiveLimits
+from embodix_rl.scheduling.batcher import Batch, BatchLimits, FixedLimits, Request
+from embodix_rl.scheduling.inference_time import InferenceTime
+from embodix_rl.scheduling.replay import ClientTrace, replay
+from embodix_rl.testing.closed_loop import constant, lognormal, serve_clients
+from embodix_rl.testing.virtual_clock import run_virtually
 
 HORIZON_S = 80.0
 INFERENCE = {

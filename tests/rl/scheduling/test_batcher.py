@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.rl.scheduling.batcher import Batch, BatchLimits, DynamicBatcher, FixedLimits, Request
-from embodix.rl.scheduling.channels import ChannelClosed, Mailbox
-from embodix.rl.scheduling.waiting import WaitTimeout
-from embodix.testing.closed_loop import constant, lognormal, serve_clients
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.batcher import Batch, BatchLimits, DynamicBatcher, FixedLimits, Request
+from embodix_rl.scheduling.channels import ChannelClosed, Mailbox
+from embodix_rl.scheduling.waiting import WaitTimeout
+from embodix_rl.testing.closed_loop import constant, lognormal, serve_clients
+from embodix_rl.testing.virtual_clock import run_virtually
 
 Arrivals = Sequence[tuple[float, int]]
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.rl.scheduling.conductor import Conductor, RunFailedError
-from embodix.rl.scheduling.protocol import Deadlines, DrainMode, RunProtocol, Stage
-from embodix.rl.scheduling.staleness import Finished, GateSettings, StalenessGate
-from embodix.rl.scheduling.supervision import RestartBudget
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.conductor import Conductor, RunFailedError
+from embodix_rl.scheduling.protocol import Deadlines, DrainMode, RunProtocol, Stage
+from embodix_rl.scheduling.staleness import Finished, GateSettings, StalenessGate
+from embodix_rl.scheduling.supervision import RestartBudget
+from embodix_rl.testing.virtual_clock import run_virtually
 
 DEADLINES = Deadlines(start_s=30.0, drain_s=100.0, cut_s=10.0)
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from embodix.rl.scheduling.protocol import (
+from embodix_rl.scheduling.protocol import (
     Advanced,
     Command,
     Deadlines,
@@ -32,7 +32,7 @@ from embodix.rl.scheduling.protocol import (
     Started,
     State,
 )
-from embodix.rl.scheduling.supervision import RestartBudget
+from embodix_rl.scheduling.supervision import RestartBudget
 
 STAGES = [
     Stage(("weights",)),

@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 
-from embodix.rl.scheduling.simulation import Simulated, simulate
-from embodix.rl.scheduling.simulation.schedules import (
+from embodix_rl.scheduling.simulation import Simulated, simulate
+from embodix_rl.scheduling.simulation.schedules import (
     PIPELINE,
     STOCK_ASYNC,
     STOCK_DECOUPLED,
@@ -20,8 +20,8 @@ from embodix.rl.scheduling.simulation.schedules import (
     released,
     rl_vla3,
 )
-from embodix.rl.scheduling.simulation.workload import Workload
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.simulation.workload import Workload
+from embodix_rl.testing.virtual_clock import run_virtually
 
 CONSTANT = Workload()
 STRAGGLERS = Workload(sigma=0.5)

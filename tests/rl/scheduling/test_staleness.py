@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.rl.scheduling.staleness import Finished, GateSettings, StalenessGate, Ticket
-from embodix.rl.scheduling.waiting import WaitTimeout
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.staleness import Finished, GateSettings, StalenessGate, Ticket
+from embodix_rl.scheduling.waiting import WaitTimeout
+from embodix_rl.testing.virtual_clock import run_virtually
 
 
 async def train_all(

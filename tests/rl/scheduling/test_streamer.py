@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.rl.scheduling.normalization import Moments, Scale
-from embodix.rl.scheduling.streamer import MicroBatchStreamer, Prepare, Sample, Step, Train
+from embodix_rl.scheduling.normalization import Moments, Scale
+from embodix_rl.scheduling.streamer import MicroBatchStreamer, Prepare, Sample, Step, Train
 
 
 def stream(streamer: MicroBatchStreamer, samples: list[Sample]) -> list[tuple[int, object]]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.rl.scheduling.supervision import HOUR_S, Heartbeats, RestartBudget
+from embodix_rl.scheduling.supervision import HOUR_S, Heartbeats, RestartBudget
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -8,10 +8,10 @@ import json
 
 import pytest
 
-from embodix.report.timeline import Span
-from embodix.rl.scheduling.timeline import Timeline, TrainedBatch, merge, summarize
-from embodix.rl.scheduling.waiting import WaitTimeout
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.report.timeline_file import Span
+from embodix_rl.scheduling.timeline import Timeline, TrainedBatch, merge, summarize
+from embodix_rl.scheduling.waiting import WaitTimeout
+from embodix_rl.testing.virtual_clock import run_virtually
 
 
 def recorded() -> Timeline:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.rl.scheduling.channels import Mailbox
-from embodix.rl.scheduling.waiting import WaitTimeout
-from embodix.rl.scheduling.weights import Begin, Part, WeightMessage, WeightReceiver, WeightSender, hash_of_names
-from embodix.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.channels import Mailbox
+from embodix_rl.scheduling.waiting import WaitTimeout
+from embodix_rl.scheduling.weights import Begin, Part, WeightMessage, WeightReceiver, WeightSender, hash_of_names
+from embodix_rl.testing.virtual_clock import run_virtually
 
 NAMES = ["vision", "language", "action"]
 NUM_PARTS = 3

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a checkpoint keeps its model, and what is known of the run that trained it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draccus.utils import DecodingError
+from huggingface_hub.errors import HFValidationError
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.configs.train import TRAIN_CONFIG_NAME
+from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
+from lerobot.utils.constants import CHECKPOINTS_DIR, LAST_CHECKPOINT_LINK, PRETRAINED_MODEL_DIR
+from omegaconf import DictConfig
+
+from embodix.data.embodiments import EMBODIMENTS_DIR, embodiment_folder
+from embodix.data.mixture_spec import decode_mixture, is_mixture
+from embodix.policies.support import support_of
+from embodix.training.checkpoint import ARCHITECTURE_FILE, OVERRIDES_FILE
+from embodix.training.run import compose_train, merge_overrides
+from embodix_fp8.blocks import ScaledWeight
+from embodix_fp8.file_format import CONFIG_KEY, QuantizedWeights, is_quantized
+
+CONFIG_NAME = "config.json"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A pretrained model as LeRobot saves it.
+
+    Attributes:
+        model: its folder, or its name on the hub.
+        run_files: the folder with the run's own files: the same, or that of the mixture it is a member of.
+    """
+
+    model: str
+    run_files: Path
+
+    @property
+    def overrides(self) -> list[str]:
+        """Hydra overrides of the run that trained it; none where plain LeRobot did."""
+        return list(self._json(OVERRIDES_FILE) or [])
+
+    @property
+    def train_config(self) -> dict[str, Any]:
+        """Upstream's config of that run; empty where the folder has none."""
+        return dict(self._json(TRAIN_CONFIG_NAME) or {})
+
+    @property
+    def architecture(self) -> dict[str, Any] | None:
+        """Widths and depths of a small policy."""
+        architecture: dict[str, Any] | None = self._json(ARCHITECTURE_FILE)
+        return architecture
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its weights are in FP8, as ``lerobot quantize`` writes them."""
+        return is_quantized(Path(self.model))
+
+    def stored_weights(self) -> dict[str, ScaledWeight] | None:
+        """Module path -> weight of a quantized model, as its file has it; None for any other.
+
+        Raises:
+            embodix_fp8.tensor_file.FileFormatError: a damaged file; names the tensor.
+        """
+        if not self.is_quantized:
+            return None
+        with QuantizedWeights(Path(self.model)) as weights:
+            return weights.stored()
+
+    def policy_type(self) -> str:
+        """The policy's type, as its config says.
+
+        Raises:
+            ValueError: neither a folder nor a model on the hub that can be reached.
+        """
+        config = Path(self.model) / CONFIG_NAME
+        if config.is_file():
+            return str(json.loads(config.read_text())["type"])
+        try:
+            return str(PreTrainedConfig.from_pretrained(self.model).type)
+        except (OSError, HFValidationError) as error:
+            raise ValueError(
+                f"There is no folder {self.model}, and the hub gave no model of that name: {error}"
+            ) from error
+        except DecodingError as error:
+            if CONFIG_KEY not in str(error):
+                raise
+            raise ValueError(
+                f"{self.model} on the hub is quantized; download it (hf download {self.model} --local-dir FOLDER) and "
+                "give the folder."
+            ) from error
+
+    def trained_instructions(self) -> list[str]:
+        """What the tasks of the training data say; nothing where the data set is not on this machine."""
+        dataset = self.train_config.get("dataset", {})
+        root = dataset.get("root")
+        if root is None or not is_dataset(root):
+            return []
+        return [str(task) for task in LeRobotDatasetMetadata(dataset["repo_id"], root=root).tasks.index]
+
+    def recorded_overrides(self, policy_type: str) -> list[str]:
+        """``overrides``; for a checkpoint without, those that a policy of this type needs to run here."""
+        group = support_of(policy_type).config_group
+        return self.overrides or [f"policy={group}", f"policy.type={policy_type}", "tokenizer.directory=null"]
+
+    def compose_run(self, policy_type: str, added: list[str]) -> DictConfig:
+        """The train config of the run, with this command's choices in place of its own.
+
+        Raises:
+            ValueError: overrides of the run that no longer compose.
+        """
+        try:
+            cfg = compose_train(merge_overrides(self.recorded_overrides(policy_type), added))
+        except Exception as error:  # Hydra's and OmegaConf's errors have no class in common
+            raise ValueError(
+                f"The overrides of the run that trained {self.model} do not compose here: {error}. Is a plugin or a "
+                f"config missing? They are in {self.run_files / OVERRIDES_FILE}."
+            ) from error
+        if self.architecture is not None:
+            cfg.architecture = self.architecture
+        return cfg
+
+    def member(self, cfg: DictConfig) -> ModelFolder:
+        """The model of the embodiment that a mixture is evaluated as; the folder itself for any other run."""
+        if not is_mixture(cfg.dataset) or self.run_files != Path(self.model):
+            return self
+        from omegaconf import OmegaConf
+
+        node: Any = OmegaConf.to_container(cfg.dataset, resolve=True)
+        folder = embodiment_folder(self.run_files, decode_mixture(node).evaluate_as)
+        return ModelFolder(str(folder), self.run_files)
+
+    def _json(self, name: str) -> Any:
+        path = self.run_files / name
+        return json.loads(path.read_text()) if path.is_file() else None
+
+
+def find_model(path: Path | str) -> ModelFolder:
+    """Accept a run, checkpoint or model folder, a file in one, a link to one, or a model's name on the hub.
+
+    Raises:
+        ValueError: no model there; the message lists where it was looked for.
+    """
+    given = Path(path)
+    start = given.parent if given.is_file() else given
+    tried = [
+        start,
+        start / PRETRAINED_MODEL_DIR,
+        start / LAST_CHECKPOINT_LINK / PRETRAINED_MODEL_DIR,
+        start / CHECKPOINTS_DIR / LAST_CHECKPOINT_LINK / PRETRAINED_MODEL_DIR,
+        start / "run" / CHECKPOINTS_DIR / LAST_CHECKPOINT_LINK / PRETRAINED_MODEL_DIR,
+    ]
+    for folder in tried:
+        if _is_model(folder):
+            return _model_at(folder)
+    if HUB_NAME.fullmatch(str(path)) and not given.parent.exists():  # else a misspelt folder
+        return ModelFolder(str(path), given)
+    raise ValueError(
+        f"checkpoint={path} holds no model ({CONFIG_NAME} with the policy's type). Give a run folder, a checkpoint "
+        f"(checkpoints/000100, checkpoints/last), its {PRETRAINED_MODEL_DIR}, or a model on the hub as owner/name. "
+        f"Looked in: {', '.join(map(str, tried))}."
+    )
+
+
+def is_dataset(root: str) -> bool:
+    """Whether a LeRobotDataset is in a folder."""
+    return (Path(root) / "meta" / "info.json").is_file()
+
+
+def _is_model(folder: Path) -> bool:
+    config = folder / CONFIG_NAME
+    return config.is_file() and "type" in json.loads(config.read_text())
+
+
+def _model_at(folder: Path) -> ModelFolder:
+    folder = _without_links(folder)
+    of_mixture = folder.parent.name == EMBODIMENTS_DIR
+    return ModelFolder(str(folder), folder.parent.parent if of_mixture else folder)
+
+
+def _without_links(folder: Path) -> Path:
+    """The checkpoint that `last` or `best` names now: the link may move on while it is evaluated."""
+    return folder.resolve()

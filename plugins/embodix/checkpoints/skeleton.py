@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy of a checkpoint without memory: its modules, names, shapes and dtypes on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import draccus
+import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class
+from torch import nn
+
+from embodix.checkpoints.weight_loading import WeightLoadError, listed
+from embodix.patching import patched
+from embodix.policies.support import sizes_patch, support_of
+
+
+def policy_skeleton(config: PreTrainedConfig, architecture: Mapping[str, Any] | None = None) -> nn.Module:
+    """Upstream's policy on the meta device, with the names and dtypes that it has once it is loaded.
+
+    Args:
+        config: of the checkpoint.
+        architecture: its sizes; None for those of the public checkpoint.
+
+    Raises:
+        ValueError: a policy type whose sizes embodix does not know.
+    """
+    if architecture is None:
+        architecture = support_of(config.type).public_architecture()
+    config = copy.deepcopy(config)
+    config.device = "meta"
+    with ExitStack() as stack:
+        if architecture is not None:
+            stack.enter_context(patched({sizes_patch(config.type): {"architecture": architecture}}))
+        stack.enter_context(torch.device("meta"))
+        policy: nn.Module = get_policy_class(config.type)(config)
+    return policy
+
+
+def unfed_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """Upstream's config from the fields of a policy group, for a policy that is built but never given a sample.
+
+    Raises:
+        ValueError: fields that upstream's config does not have.
+    """
+    size = list(fields.get("image_resolution") or fields.get("image_size") or (224, 224))
+    inputs = {
+        "observation.images.camera": {"type": "VISUAL", "shape": [3, *size]},
+        "observation.state": {"type": "STATE", "shape": [fields["max_state_dim"]]},
+    }
+    outputs = {"action": {"type": "ACTION", "shape": [fields["max_action_dim"]]}}
+    named = {name: value for name, value in fields.items() if value is not None}
+    features = {"input_features": inputs, "output_features": outputs, "device": "cpu"}
+    try:
+        config: PreTrainedConfig = draccus.decode(PreTrainedConfig, {**named, **features})
+    except Exception as error:  # draccus raises several unrelated kinds for a bad value
+        raise ValueError(f"Upstream's config rejects a value: {error}") from error
+    return config
+
+
+def source_names(policy: nn.Module, file_names: Iterable[str]) -> dict[str, str]:
+    """Name in the policy -> name in a checkpoint's file, as upstream maps them when it loads one.
+
+    Args:
+        policy: the skeleton.
+        file_names: in the order of the file.
+
+    Raises:
+        WeightLoadError: names that the policy has not, or that the file lacks.
+    """
+    named = {name: _FileName(name) for name in file_names}
+    renamed = support_of(policy.config.type).policy_names(policy, named)  # type: ignore[union-attr, arg-type]
+    found = {name: value.name for name, value in renamed.items()}
+    wanted = set(policy.state_dict())
+    missing = sorted(name for name in wanted - set(found) if not name.endswith("lm_head.weight"))
+    unexpected = sorted(set(found) - wanted)
+    if missing or unexpected:
+        raise WeightLoadError(
+            "The checkpoint's tensors are not those of its policy.\n"
+            f"{listed({'missing': missing, 'unexpected': unexpected})}\n"
+            "Is the architecture the checkpoint's own?"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _FileName:
+    """Stands for a tensor while upstream renames it."""
+
+    name: str
+
+    def clone(self) -> _FileName:
+        return self

@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plugin author has to satisfy: every contract of embodix, in one file. Read it first.
+
+A hook of ``embodix.hookspecs`` names implementations; the contract of each kind is here. Importing this module imports
+no torch and no host, and neither should the module that registers.
+
+Shape suffixes: N packed queries, M packed keys, H query heads, G key/value heads, D head_dim; B samples, S rows of a
+padded prefix; F stochastic steps of each, T action steps, A padded action dimensions, W a width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from lerobot.configs.train import TrainPipelineConfig
+    from omegaconf import DictConfig
+    from torch import Tensor, nn
+
+    from embodix.attention.segments import Segments
+    from embodix.data.preprocessing import Merger
+    from embodix.data.sample_sizes import SizedDataset
+    from embodix.evaluation.simulators import StepOutcome
+    from embodix.packing.bins import Bins
+    from embodix.packing.cost import CostModel
+    from embodix.packing.layout import PackedLayout
+    from embodix.packing.sizes import IntArray, SampleSizes
+    from embodix.policies.flow import FlowSizes, RecomputedSteps
+    from embodix.policies.settings import FastPathSettings, ReferenceCheck, TokenCounts
+
+ModuleKind = Literal["language_linear", "embedding", "unused_head", "vision", "connector", "action_head", "other"]
+
+
+class NotOfferedError(ValueError):
+    """A verb needs something of a policy that its plugin does not offer."""
+
+
+# --- packers ----------------------------------------------------------------------------------------------------------
+
+
+class Packer(Protocol):
+    """Decides which rows of a padded batch are computed. Hook ``register_packers``."""
+
+    name: str
+
+    def layout(self, valid_BS: Tensor) -> PackedLayout:
+        """The layout for a bool mask of the tokens that exist.
+
+        Raises:
+            ValueError: the mask is not a two-dimensional bool tensor.
+        """
+        ...
+
+
+@runtime_checkable
+class ShapePadder(Protocol):
+    """A packer that computes a training batch in one of few shapes."""
+
+    def pad(self, layout: PackedLayout, num_images: int) -> PackedLayout:
+        """``layout`` with blank rows, and with the number of samples and images to compute.
+
+        Raises:
+            ValueError: a batch that no shape holds.
+        """
+        ...
+
+
+@runtime_checkable
+class BatchComposer(Protocol):
+    """A packer that also decides which samples share a bin (a micro-batch); nothing else announces it.
+
+    Attributes:
+        bins_per_step: bins of one optimizer step on each rank.
+    """
+
+    bins_per_step: int
+
+    def compose(self, samples_N: IntArray, sizes: SampleSizes, samples_per_bin: float, cost: CostModel) -> Bins:
+        """Bins that hold each of ``samples_N`` exactly once, a function of the arguments alone.
+
+        Args:
+            samples_N: int64 dataset indices of one epoch, in its order.
+            sizes: of every sample of the data set.
+            samples_per_bin: samples that a bin should hold on average where no budget is set.
+            cost: the cost model in force, in token units.
+
+        Raises:
+            ValueError: a sample that no bin can hold.
+        """
+        ...
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+class AttentionBackend(Protocol):
+    """Attention over packed segments, bidirectional or causal, with grouped heads (``register_attention_backends``).
+
+    Causal masks are aligned to the last key (a query segment shorter than its key segment sees all earlier keys).
+    A query that may see no key gives 0.
+    """
+
+    name: str
+
+    def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why this backend can't run there, or None when it can. Never raises."""
+        ...
+
+    def __call__(
+        self,
+        q_NHD: Tensor,
+        k_MGD: Tensor,
+        v_MGD: Tensor,
+        segments: Segments,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention output, ``[N, H, D]`` in the dtype of ``q_NHD``; ``scale`` defaults to ``D ** -0.5``.
+
+        Raises:
+            ValueError: shapes and segments disagree, or fp16 input.
+        """
+        ...
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Where a policy has its decoder, and what transformers calls the same.
+
+    Attributes:
+        path: of the decoder in the policy.
+        architecture: class of transformers, whose ``model`` is the decoder.
+    """
+
+    path: str
+    architecture: str
+
+
+class PolicySupport:
+    """Everything that embodix needs to know of one policy of LeRobot (``register_policies``, by the policy's type).
+
+    A policy is one folder, and this is its record: subclass it and offer what there is. What is not offered has a
+    default that leaves upstream as it is, or says which verb can't go on without it. A policy that nobody has
+    registered is ``PolicySupport(type)``: it trains and acts as upstream's. Keep heavy imports inside the methods.
+
+    Attributes:
+        policy_type: LeRobot's.
+        display_name: as people write it.
+        config_group: option of the group ``policy`` with what the policy needs to run here.
+        supported: host -> versions that the packed computation was written for.
+        sizes_patch: patch that builds the policy in the sizes of ``architecture``; None where they can't be chosen.
+        guards: patches against faults of upstream's policy, in force under ``patches=host_guards``.
+        module_kinds: kind -> pattern of full module paths; the first that matches counts. Quantizers and precisions
+            convert the kinds of the language model.
+        kept_modules: pattern -> reason: modules that are never converted, whatever their kind.
+        language_model: the decoder, for exports; None for none.
+        real_head_dim: channels of an attention head at the real size, for probes before the policy is built.
+        blank_cameras: part of the key of cameras that the policy adds itself and nobody provides.
+        tokenizer_hub_id: the tokenizer that upstream has hard-coded, which ``tokenizer.directory`` stands in for; None
+            for a policy that reads its tokenizer from elsewhere.
+        tokenizer_config: ``config.json`` of that tokenizer's stand-in.
+    """
+
+    policy_type: str = ""
+    display_name: str = ""
+    config_group: ClassVar[str] = "upstream"
+    supported: ClassVar[Mapping[str, str]] = {}
+    sizes_patch: ClassVar[str | None] = None
+    guards: ClassVar[tuple[str, ...]] = ()
+    module_kinds: ClassVar[Mapping[ModuleKind, str]] = {}
+    kept_modules: ClassVar[Mapping[str, str]] = {}
+    language_model: ClassVar[LanguageModel | None] = None
+    real_head_dim: ClassVar[int | None] = None
+    blank_cameras: ClassVar[str | None] = None
+    tokenizer_hub_id: ClassVar[str | None] = None
+    tokenizer_config: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, policy_type: str | None = None) -> None:
+        self.policy_type = policy_type or type(self).policy_type
+        self.display_name = type(self).display_name or self.policy_type
+
+    def offers(self, member: str) -> bool:
+        """Whether the plugin has given this attribute or method."""
+        return getattr(type(self), member) is not getattr(PolicySupport, member)
+
+    # before a run
+
+    def patches(self, cfg: DictConfig) -> dict[str, dict[str, Any]]:
+        """Further patches, with their options, that a run of this config needs."""
+        return {}
+
+    def prepare_assets(self, cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None:
+        """Put files that upstream reads in their place and name them in upstream's config."""
+
+    def uses_tokenizer_directory(self) -> bool:
+        """Whether upstream asks the hub for its tokenizer, so that ``tokenizer.directory`` may stand in for the hub."""
+        return True
+
+    def public_architecture(self) -> Mapping[str, Any] | None:
+        """Sizes of the public checkpoint where upstream's own config does not have them."""
+        return None
+
+    # computing
+
+    def wrapper(self) -> PolicyWrapper:
+        """What makes the policy compute on packed batches.
+
+        Raises:
+            NotOfferedError: there is none.
+        """
+        raise self._not_offered("a packed computation", "packing=none, attention=upstream and vision_tokens=upstream")
+
+    def own_autocast(self, config: Any) -> str | None:
+        """``bfloat16`` or ``float32`` where the policy decides by its own autocast what it computes in; else None."""
+        return None
+
+    def switched_autocast(self, policy: Any, dtype: str) -> AbstractContextManager[None]:
+        """The policy's own autocast in another dtype; only where ``own_autocast`` has one."""
+        return nullcontext()
+
+    def noise_shape(self, policy: Any, batch_size: int) -> tuple[int, int, int]:
+        """``(B, T, A)`` of the noise that denoising starts from, padded dimensions included.
+
+        Raises:
+            NotOfferedError: not known.
+        """
+        raise self._not_offered("the shape of its noise, which watching its denoising needs", "gate.enabled=false")
+
+    def merger(self, policy_cfg: Any, members: Sequence[Any], preprocessors: Sequence[Any]) -> Merger:
+        """How preprocessed batches of several embodiments become one batch.
+
+        Args:
+            policy_cfg: upstream's config.
+            members: ``embodix.data.mixture.Member`` each.
+            preprocessors: upstream's, of each member.
+
+        Raises:
+            NotOfferedError: there is no way.
+        """
+        raise self._not_offered("a merger of several embodiments' batches", "dataset=lerobot")
+
+    def flow(self, policy: Any, settings: FastPathSettings) -> Any:
+        """The policy as a flow whose samples have log-probabilities (``embodix.policies.flow.FlowHost``).
+
+        Raises:
+            NotOfferedError: there is none.
+        """
+        raise self._not_offered("a flow with log-probabilities, which reinforcement learning needs", "another policy")
+
+    # checkpoints
+
+    def policy_names(self, policy: Any, file_values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Values of a checkpoint's file under the policy's names, as upstream renames them when it loads the file."""
+        return file_values
+
+    def weights_reader(self) -> tuple[type, str]:
+        """Upstream's class and the name of its class method that reads the weights of a checkpoint.
+
+        Raises:
+            NotOfferedError: not known.
+        """
+        raise self._not_offered("the method that reads its weights, which quantized checkpoints need", "another policy")
+
+    def _not_offered(self, what: str, instead: str) -> NotOfferedError:
+        return NotOfferedError(
+            f"The plugin of policy.type={self.policy_type} does not offer {what}. Choose {instead}, or offer it in the "
+            "policy's PolicySupport (embodix.contracts)."
+        )
+
+
+class PolicyWrapper(Protocol):
+    """Puts a fast path on instances of one host policy."""
+
+    policy_type: str
+    supported: Mapping[str, str]
+
+    def head_dim(self, policy: nn.Module) -> int:
+        """Channels of one attention head: what a backend's probe is asked about."""
+        ...
+
+    def install(self, policy: nn.Module, settings: FastPathSettings) -> Installation:
+        """Set the fast methods on this instance only.
+
+        Raises:
+            ValueError: another policy type, a host version out of range, or a config the fast path can't honour.
+        """
+        ...
+
+
+class Installation(Protocol):
+    """A fast path in place on one policy."""
+
+    @property
+    def token_counts(self) -> TokenCounts | None:
+        """Counts of the last training step, None before the first."""
+        ...
+
+    def uninstall(self) -> None:
+        """Put upstream's methods back."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What is installed, for reports."""
+        ...
+
+    def action_elements(self, batch: Mapping[str, Any]) -> int:
+        """Elements that the loss of this batch is a mean over, flow samples included."""
+        ...
+
+
+@runtime_checkable
+class ChecksReference(Protocol):
+    """An installation whose reference is not upstream's own batch."""
+
+    def check_reference(self, batch: Mapping[str, Any]) -> ReferenceCheck:
+        """Compare with the reference on a preprocessed batch; weights and gradients are left as they are."""
+        ...
+
+
+@runtime_checkable
+class MeasuresSamples(Protocol):
+    """A policy wrapper that knows how large samples are, which packers that compose batches need."""
+
+    def sample_sizes(
+        self, policy: nn.Module, datasets: Sequence[SizedDataset], flow_samples: int, progress: Callable[[int], None]
+    ) -> SampleSizes:
+        """Sizes of all samples, data set after data set.
+
+        Args:
+            progress: told the number of samples that were measured since the last call.
+        """
+        ...
+
+
+class ObservedFlow(Protocol):
+    """The velocity field of one batch of observations, without gradients; what all steps share is computed once."""
+
+    noise_dtype: torch.dtype
+
+    def initial_noise(self) -> Tensor:
+        """``[B, T, A]`` where the host starts, drawn from torch's stream as the host draws it."""
+        ...
+
+    def step(self, x_BTA: Tensor, step_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Velocity ``[B, T, A]`` and features of the action tokens ``[B, W]`` at steps ``step_B``."""
+        ...
+
+    def prefix_features(self) -> Tensor:
+        """``[B, W]`` features of the observations; known after the first step."""
+        ...
+
+
+class FlowHost(Protocol):
+    """One policy of LeRobot on the packed path."""
+
+    sizes: FlowSizes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is now."""
+        ...
+
+    def batch_size(self, batch: Mapping[str, Any]) -> int:
+        """Observations of a batch."""
+        ...
+
+    def observe(self, batch: Mapping[str, Any]) -> ObservedFlow:
+        """The flow for a preprocessed batch of observations.
+
+        Raises:
+            ValueError: a batch that the policy's fast path refuses.
+        """
+        ...
+
+    def recompute(self, batch: Mapping[str, Any], x_BFTA: Tensor, step_BF: Tensor) -> RecomputedSteps:
+        """Velocities of noisy actions, differentiable; the observation is computed once for its F steps."""
+        ...
+
+    def pack_observation(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What the policy reads of a batch, as tensors whose first dimension is the sample."""
+        ...
+
+    def unpack_observation(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The batch that ``pack_observation`` packed, its samples in any selection and order."""
+        ...
+
+    def concatenate(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Inputs of several rollouts as one, whatever the padding of their prompts."""
+        ...
+
+    def pad(self, inputs: Mapping[str, Tensor], prompt_length: int, num_images: int) -> dict[str, Tensor]:
+        """Inputs that can be joined by ``torch.cat`` with all others that were padded so.
+
+        Raises:
+            ValueError: a prompt or a number of images beyond these sizes.
+        """
+        ...
+
+
+# --- simulators -------------------------------------------------------------------------------------------------------
+
+
+class Simulator(Protocol):
+    """One task in one process.
+
+    An episode is a function of the seed given to `reset` and of the actions, whatever ran before: the engine
+    repeats an episode that was lost from these alone.
+
+    Attributes:
+        instruction: the task in words, "" if it has none.
+        max_steps: actions after which an episode is over.
+        fps: actions a second, for videos.
+    """
+
+    instruction: str
+    max_steps: int
+    fps: int
+
+    def reset(self, seed: int) -> None:
+        """Start the episode of a seed."""
+
+    def observe(self) -> dict[str, Any]:
+        """The observation of one gym environment, as LeRobot's `preprocess_observation` takes it without batch
+        dimension. Images are rendered here and not in `step`: most steps of a chunk are never looked at."""
+
+    def step(self, action: np.ndarray[Any, Any]) -> StepOutcome:
+        """Apply one action (action_dim,)."""
+
+    def frame(self) -> np.ndarray[Any, Any]:
+        """What a person would want to see of the present state, uint8 (H, W, 3)."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+@runtime_checkable
+class HasExpert(Protocol):
+    """A simulator with a scripted controller that sees its whole state."""
+
+    def expert_action(self) -> np.ndarray[Any, Any]:
+        """The controller's action (action_dim,) in the present state."""
+
+
+class Simulators(Protocol):
+    """The tasks of an environment config (hook ``register_environments``), and how to build their simulators.
+
+    It is pickled and sent to worker processes. What a worker does not need, such as `env_cfg`, should be left out
+    of the pickle (``__getstate__``) where its class would import torch.
+    """
+
+    @property
+    def env_cfg(self) -> Any:
+        """LeRobot's config, for its `make_env_pre_post_processors`."""
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks."""
+
+    def build(self, task: str) -> Simulator:
+        """The simulator of a task."""

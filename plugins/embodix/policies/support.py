@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a policy by its type, and which policies offer what. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+
+from embodix import plugins
+from embodix.contracts import NotOfferedError, PolicySupport
+
+KIND = "policies"
+
+
+@functools.cache
+def support_of(policy_type: str) -> PolicySupport:
+    """The registered record of a policy, or one that leaves everything to upstream.
+
+    Raises:
+        embodix.plugins.PluginError: it is registered and can't be imported.
+    """
+    if policy_type not in plugins.registry().names(KIND):
+        return PolicySupport(policy_type)
+    support: PolicySupport = plugins.resolve(KIND, policy_type)()
+    return support
+
+
+def types_offering(member: str) -> list[str]:
+    """Types of the registered policies that offer an attribute or method, those that can't be imported left out."""
+    registered = plugins.registry().names(KIND)
+    return [name for name in registered if plugins.resolve(KIND, name)().offers(member)]
+
+
+def require_offered(policy_type: str, member: str, what: str, remedy: str) -> PolicySupport:
+    """The record of a policy that offers an attribute or method.
+
+    Args:
+        what: "X takes", before the list of policies that do.
+        remedy: what to do instead.
+
+    Raises:
+        NotOfferedError: it does not; the message lists the policies that do.
+    """
+    support = support_of(policy_type)
+    if not support.offers(member):
+        known = " and ".join(types_offering(member)) or "no policy that is installed"
+        raise NotOfferedError(f"{what} {known}; got policy.type={policy_type}. {remedy}")
+    return support
+
+
+def sizes_patch(policy_type: str) -> str:
+    """The patch that builds a policy in the sizes of ``architecture``.
+
+    Raises:
+        NotOfferedError: a policy whose sizes can't be chosen.
+    """
+    remedy = "Leave it null and set that policy's own fields."
+    support = require_offered(policy_type, "sizes_patch", "`architecture` gives sizes to", remedy)
+    assert support.sizes_patch is not None
+    return support.sizes_patch

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model folder that ``lerobot quantize`` writes: all of the source's files, with its weights in FP8.
+
+It is written beside its place and renamed, so that an interrupted or failed command leaves nothing half-made.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from embodix.data.embodiments import EMBODIMENTS_DIR
+from embodix.training.checkpoint import OVERRIDES_FILE
+from embodix_fp8.file_format import CONFIG_FILE, CONFIG_KEY
+from embodix_fp8.tensor_file import DIGESTS_FILE, INDEX_FILE, WEIGHTS_FILE
+
+RECORD_FILE = "quantize.json"
+
+
+def require_place(source: Path, output: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that may not be written.
+
+    Raises:
+        ValueError: it is the source, exists without ``overwrite``, or is no earlier result of ``lerobot quantize``.
+    """
+    if output.resolve() == source.resolve():
+        raise ValueError(f"The quantized model needs a folder of its own; got the checkpoint's, {output}.")
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"{output} exists. Give another folder, or replace it with overwrite=true.")
+    if not (output / RECORD_FILE).is_file():
+        raise ValueError(
+            f"overwrite=true replaces what `lerobot quantize` has written ({RECORD_FILE} tells); {output} is something "
+            "else. Remove it yourself, or give another folder."
+        )
+
+
+@contextmanager
+def finished_folder(output: Path) -> Iterator[Path]:
+    """A folder to write into, which is renamed to ``output`` when the block ends without error, and removed else."""
+    unfinished, replaced = (output.with_name(f".{output.name}.{state}") for state in ("unfinished", "replaced"))
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a command that was killed
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+    if output.exists():
+        output.rename(replaced)
+    unfinished.rename(output)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def copy_model_files(source: Path, folder: Path, quantization_config: Mapping[str, Any], overrides: list[str]) -> None:
+    """Everything of a model folder but its weights: configs, processors, and the members of a mixture.
+
+    Args:
+        source: a model folder.
+        folder: where the quantized model is written.
+        quantization_config: put into every ``config.json``, so that plain LeRobot refuses the folder.
+        overrides: of the run, the quantization included.
+    """
+    weights = _weight_files(source)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name not in weights:
+            shutil.copy2(path, folder / path.name)
+    if (source / EMBODIMENTS_DIR).is_dir():
+        shutil.copytree(source / EMBODIMENTS_DIR, folder / EMBODIMENTS_DIR, symlinks=True)
+    members = sorted((folder / EMBODIMENTS_DIR).glob("*/"))
+    for member in members:
+        (member / DIGESTS_FILE).symlink_to(Path("..") / ".." / DIGESTS_FILE)
+    for config in (folder / CONFIG_FILE, *(member / CONFIG_FILE for member in members)):
+        fields = {**json.loads(config.read_text()), CONFIG_KEY: dict(quantization_config)}
+        config.write_text(json.dumps(fields, indent=4) + "\n")
+    (folder / OVERRIDES_FILE).write_text(json.dumps(overrides, indent=2) + "\n")
+
+
+def require_whole_model(source: Path) -> None:
+    """Refuse folders whose weights are not all of a policy, or are quantized already.
+
+    Raises:
+        ValueError: adapters, a member of a mixture, or a quantized model; the message says what to give.
+    """
+    if (source / "adapter_model.safetensors").is_file():
+        raise ValueError(f"{source} holds adapters of PEFT; merge them into the policy and quantize that.")
+    if source.parent.name == EMBODIMENTS_DIR:
+        raise ValueError(f"{source} is one embodiment of a mixture; give the whole one: {source.parent.parent}.")
+
+
+def _weight_files(source: Path) -> Sequence[str]:
+    """Names of the files that hold the weights."""
+    index = source / INDEX_FILE
+    shards = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+    return [WEIGHTS_FILE, INDEX_FILE, *shards]

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GR00T-N1.5 of any size needs on disk, made without network: Eagle's config, tokenizer and processor, and a
+base model with random weights, so that plain upstream LeRobot loads a checkpoint of that size.
+
+A folder is named after its contents' settings. It is written beside and renamed, and used again as long as its files
+are the ones that were written::
+
+    <parent>/<digest>/               policy.tokenizer_assets_repo
+        config.json, tokenizer.json, processor_config.json, ...
+        base_model/                  policy.base_model_path
+            config.json, model.safetensors
+        embodix_assets.json          the settings and a digest of each file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from embodix.data.recording_files import write_json
+from embodix.patching import patched
+from embodix_groot.architecture import (
+    IMAGE_TOKEN,
+    eagle_config,
+    groot_config,
+    tokens_per_image,
+    validate_architecture,
+)
+from embodix_groot.assets_tokenizer import write_tokenizer
+
+RECORD_FILE, BASE_MODEL = "embodix_assets.json", "base_model"
+LAYOUT = 1  # counts changes of what is written for the same settings
+BASE_MODEL_SEED = 0
+
+
+@dataclass(frozen=True)
+class AssetSettings:
+    """What the files of a folder are made from.
+
+    Attributes:
+        architecture: the sizes; see ``embodix_groot.architecture``.
+        instructions: the tokenizer's corpus.
+        max_state_dim, max_action_dim, chunk_size: those of the ``GrootConfig``.
+    """
+
+    architecture: Mapping[str, Any]
+    instructions: Sequence[str]
+    max_state_dim: int
+    max_action_dim: int
+    chunk_size: int
+
+    def to_json(self) -> dict[str, Any]:
+        corpus = sorted(set(self.instructions))
+        return {**asdict(self), "instructions": corpus, "eagle": _eagle_files(self.architecture), "layout": LAYOUT}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def prepare_assets(parent: Path, settings: AssetSettings) -> Path:
+    """The folder of these settings in ``parent``, written unless it is there.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        ValueError: sizes that upstream can't compute with, or a folder whose files were changed.
+    """
+    validate_architecture(settings.architecture)
+    folder = parent.resolve() / settings.digest
+    if not folder.exists():
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=parent) as stage:
+            unfinished = Path(stage) / "assets"
+            _write(unfinished, folder, settings)
+            with contextlib.suppress(OSError):  # another process was faster; its folder is checked below
+                unfinished.rename(folder)
+    require_unchanged(folder)
+    return folder
+
+
+def require_unchanged(folder: Path) -> None:
+    """Check that a folder's files are those that were written.
+
+    Raises:
+        ValueError: files that are missing or changed, by name.
+    """
+    record = folder / RECORD_FILE
+    written = json.loads(record.read_text())["files"] if record.is_file() else {RECORD_FILE: "missing"}
+    found = _file_digests(folder)
+    changed = sorted(name for name, digest in written.items() if found.get(name) != digest)
+    if changed:
+        raise ValueError(
+            f"GR00T-N1.5's assets in {folder} are not what was written: {', '.join(changed)} missing or changed. "
+            "Delete the folder; it is made again by the next run."
+        )
+
+
+def _write(folder: Path, final: Path, settings: AssetSettings) -> None:
+    from lerobot.policies.groot.groot_n1 import DEFAULT_VENDOR_EAGLE_PATH
+
+    # Upstream looks for its own Python files beside the processor's settings.
+    shutil.copytree(DEFAULT_VENDOR_EAGLE_PATH, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    architecture = settings.architecture
+    corpus = settings.to_json()["instructions"]
+    write_tokenizer(folder, corpus, architecture["language"]["vocab_size"])
+    for name, content in _eagle_files(architecture).items():
+        write_json(folder / name, content)
+    _write_base_model(folder, final, settings)
+    write_json(folder / RECORD_FILE, {"settings": settings.to_json(), "files": _file_digests(folder)})
+
+
+def _eagle_files(architecture: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """File name -> content. Each ``auto_map`` names the class of upstream's file that plain upstream loads."""
+    image_size = architecture["vision"]["image_size"]
+    image_processor = "image_processing_eagle2_5_vl_fast.Eagle25VLImageProcessorFast"
+    processor_map = {"AutoProcessor": "processing_eagle2_5_vl.Eagle25VLProcessor"}
+    model_map = {
+        "AutoConfig": "configuration_eagle2_5_vl.Eagle25VLConfig",
+        "AutoModel": "modeling_eagle2_5_vl.Eagle25VLForConditionalGeneration",
+    }
+    return {
+        "config.json": {**eagle_config(architecture), "auto_map": model_map},
+        "generation_config.json": {},
+        "preprocessor_config.json": {
+            "auto_map": {"AutoImageProcessor": image_processor, **processor_map},
+            "image_processor_type": "Eagle25VLImageProcessorFast",
+            "processor_class": "Eagle25VLProcessor",
+            "size": {"height": image_size, "width": image_size},
+        },
+        "processor_config.json": {
+            "auto_map": processor_map,
+            "processor_class": "Eagle25VLProcessor",
+            "image_token": IMAGE_TOKEN,
+            "video_token": IMAGE_TOKEN,
+            "tokens_per_tile": tokens_per_image(architecture),
+        },
+    }
+
+
+def _write_base_model(folder: Path, final: Path, settings: AssetSettings) -> None:
+    import torch
+    from lerobot.policies.groot.groot_n1 import GR00TN15, GR00TN15Config
+
+    sizes = groot_config(
+        settings.architecture,
+        max_state_dim=settings.max_state_dim,
+        max_action_dim=settings.max_action_dim,
+        chunk_size=settings.chunk_size,
+        assets=str(folder),
+    )
+    silent = contextlib.redirect_stdout(io.StringIO())  # upstream prints its progress
+    with torch.random.fork_rng(devices=[]), patched({"lerobot_groot_runs": {}}), silent:
+        torch.manual_seed(BASE_MODEL_SEED)
+        model = GR00TN15(GR00TN15Config(**sizes), local_model_path=str(final / BASE_MODEL))
+        model.config.backbone_cfg["tokenizer_assets_repo"] = str(final)
+        model.save_pretrained(folder / BASE_MODEL)
+
+
+def _file_digests(folder: Path) -> dict[str, str]:
+    """Digest of each file but the record and upstream's own Python files, which upstream writes again."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+        if path.name != RECORD_FILE
+    }

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that embodix needs to know of GR00T-N1.5."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from embodix.contracts import LanguageModel, ModuleKind, PolicySupport
+
+if TYPE_CHECKING:
+    from lerobot.configs.train import TrainPipelineConfig
+    from omegaconf import DictConfig
+
+    from embodix.data.preprocessing import Merger
+    from embodix.policies.settings import FastPathSettings
+    from embodix_groot.flow import GrootFlow
+    from embodix_groot.wrapper import GrootN15Wrapper
+
+_DECODER_LINEAR = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+_EAGLE = r"_groot_model\.backbone\.eagle_model\."
+
+
+class GrootN15(PolicySupport):
+    """GR00T-N1.5 of LeRobot."""
+
+    policy_type = "groot"
+    display_name = "GR00T-N1.5"
+    config_group = "groot_n15"
+    supported: ClassVar[Mapping[str, str]] = {"lerobot": ">=0.5.1,<0.5.2"}
+    sizes_patch = "lerobot_groot_sizes"
+    module_kinds: ClassVar[Mapping[ModuleKind, str]] = {
+        "language_linear": rf"{_EAGLE}language_model\.model\.{_DECODER_LINEAR}",
+        "embedding": rf"{_EAGLE}language_model\.model\.embed_tokens",
+        "unused_head": rf"{_EAGLE}language_model\.lm_head",
+        "vision": rf"{_EAGLE}vision_model\..+",
+        "connector": rf"{_EAGLE}mlp1\..+|_groot_model\.backbone\.eagle_linear",
+        "action_head": r"_groot_model\.action_head\..+",
+    }
+    language_model = LanguageModel("_groot_model.backbone.eagle_model.language_model.model", "Qwen3ForCausalLM")
+    real_head_dim = 128
+
+    def patches(self, cfg: DictConfig) -> dict[str, dict[str, Any]]:
+        return {"lerobot_groot_samples": {"language": cfg.language.name}}
+
+    def prepare_assets(self, cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None:
+        from embodix_groot.run_assets import prepare_host_assets
+
+        prepare_host_assets(cfg, host_cfg)
+
+    def uses_tokenizer_directory(self) -> bool:
+        return False  # ``policy.tokenizer_assets_repo`` names its folder
+
+    def public_architecture(self) -> Mapping[str, Any]:
+        from embodix_groot.architecture import PUBLIC_ARCHITECTURE
+
+        return PUBLIC_ARCHITECTURE  # upstream would read them from the base model's folder
+
+    def wrapper(self) -> GrootN15Wrapper:
+        from embodix_groot.wrapper import GrootN15Wrapper
+
+        return GrootN15Wrapper()
+
+    def own_autocast(self, config: Any) -> str:
+        return "bfloat16" if config.use_bf16 else "float32"  # opened inside that of the accelerator
+
+    @contextmanager
+    def switched_autocast(self, policy: Any, dtype: str) -> Iterator[None]:
+        model, before = policy._groot_model, (policy.config.use_bf16, policy._groot_model.compute_dtype)
+        policy.config.use_bf16, model.compute_dtype = dtype == "bfloat16", dtype
+        try:
+            yield
+        finally:
+            policy.config.use_bf16, model.compute_dtype = before
+
+    def noise_shape(self, policy: Any, batch_size: int) -> tuple[int, int, int]:
+        head = policy._groot_model.action_head.config
+        return batch_size, head.action_horizon, head.action_dim
+
+    def merger(self, policy_cfg: Any, members: Sequence[Any], preprocessors: Sequence[Any]) -> Merger:
+        from embodix_groot.mixture import merger_of
+
+        return merger_of(preprocessors[0])
+
+    def flow(self, policy: Any, settings: FastPathSettings) -> GrootFlow:
+        from embodix_groot.flow import GrootFlow
+
+        return GrootFlow(policy, settings)
+
+    def weights_reader(self) -> tuple[type, str]:
+        from lerobot.policies.groot.modeling_groot import GrootPolicy
+
+        return GrootPolicy, "_load_as_safetensor"

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that embodix needs to know of π0.5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from embodix.contracts import LanguageModel, ModuleKind, PolicySupport
+
+if TYPE_CHECKING:
+    from embodix.data.preprocessing import Merger
+    from embodix.policies.settings import FastPathSettings
+    from embodix_pi05.flow import Pi05Flow
+    from embodix_pi05.wrapper import Pi05Wrapper
+
+_DECODER_LINEAR = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+_WITH_EXPERT = r"model\.paligemma_with_expert\."
+
+
+class Pi05(PolicySupport):
+    """π0.5 of LeRobot."""
+
+    policy_type = "pi05"
+    display_name = "π0.5"
+    config_group = "pi05"
+    supported: ClassVar[Mapping[str, str]] = {"lerobot": ">=0.5.1,<0.5.2"}
+    sizes_patch = "lerobot_pi05_sizes"
+    guards = ("lerobot_pi05_strict_load",)
+    # Full paths, because names mislead: every one of them holds "expert" (``paligemma_with_expert``).
+    module_kinds: ClassVar[Mapping[ModuleKind, str]] = {
+        "language_linear": rf"{_WITH_EXPERT}paligemma\.model\.language_model\.{_DECODER_LINEAR}",
+        "embedding": rf"{_WITH_EXPERT}paligemma\.model\.language_model\.embed_tokens",
+        "unused_head": rf"{_WITH_EXPERT}(paligemma|gemma_expert)\.lm_head",
+        "vision": rf"{_WITH_EXPERT}paligemma\.model\.vision_tower\..+",
+        "connector": rf"{_WITH_EXPERT}paligemma\.model\.multi_modal_projector\..+",
+        "action_head": rf"{_WITH_EXPERT}gemma_expert\.model\..+|model\.(action_(in|out)_proj|time_mlp_(in|out))",
+    }
+    kept_modules: ClassVar[Mapping[str, str]] = {
+        rf"{_WITH_EXPERT}gemma_expert\.lm_head": "head that nothing reads, of the action expert: always in high "
+        "precision"
+    }
+    language_model = LanguageModel("model.paligemma_with_expert.paligemma.model.language_model", "GemmaForCausalLM")
+    real_head_dim = 256
+    blank_cameras = "observation.images.empty_camera"
+    tokenizer_hub_id = "google/paligemma-3b-pt-224"  # lerobot/policies/pi05/processor_pi05.py
+    tokenizer_config: ClassVar[Mapping[str, Any]] = {"model_type": "paligemma"}
+
+    def wrapper(self) -> Pi05Wrapper:
+        from embodix_pi05.wrapper import Pi05Wrapper
+
+        return Pi05Wrapper()
+
+    def noise_shape(self, policy: Any, batch_size: int) -> tuple[int, int, int]:
+        return batch_size, policy.config.chunk_size, policy.config.max_action_dim
+
+    def merger(self, policy_cfg: Any, members: Sequence[Any], preprocessors: Sequence[Any]) -> Merger:
+        from embodix_pi05.mixture import merger_of
+
+        return merger_of(policy_cfg, members)
+
+    def flow(self, policy: Any, settings: FastPathSettings) -> Pi05Flow:
+        from embodix_pi05.flow import Pi05Flow
+
+        return Pi05Flow(policy, settings)
+
+    def policy_names(self, policy: Any, file_values: Mapping[str, Any]) -> Mapping[str, Any]:
+        fixed = policy._fix_pytorch_state_dict_keys(file_values, policy.config)
+        # lerobot/policies/pi05/modeling_pi05.py, from_pretrained: files of openpi lack the prefix.
+        return {name if name.startswith("model.") else f"model.{name}": value for name, value in fixed.items()}
+
+    def weights_reader(self) -> tuple[type, str]:
+        from lerobot.policies.pi05.modeling_pi05 import PI05Policy
+
+        return PI05Policy, "from_pretrained"
