@@ -76,4 +76,4 @@ def register_schemas() -> list[Registration]:
 
 @hookimpl
 def register_config_packages() -> list[Registration]:
-    return [Registration("embodix", "embodix:hydra_conf", "the verbs' configs and the groups of the core")]
+    return [Registration("embodix", "embodix.hydra_conf:__name__", "the verbs' configs and the groups of the core")]

@@ -93,7 +93,7 @@ class EmbodixSpec:
 
     @hookspec
     def register_config_packages(self) -> list[Registration]:
-        """Name the packages whose YAML files are config groups: ``package:subpackage``, put on Hydra's search path."""
+        """Name the packages whose YAML files are config groups, on Hydra's search path: ``<package>:__name__``."""
         raise NotImplementedError
 
 

@@ -42,4 +42,4 @@ def register_host_patches() -> list[Registration]:
 
 @hookimpl
 def register_config_packages() -> list[Registration]:
-    return [Registration("fp8", "embodix_fp8:hydra_conf", "formats of weights and precisions of training")]
+    return [Registration("fp8", "embodix_fp8.hydra_conf:__name__", "formats of weights and precisions of training")]

@@ -25,4 +25,6 @@ def register_host_patches() -> list[Registration]:
 
 @hookimpl
 def register_config_packages() -> list[Registration]:
-    return [Registration("groot", "embodix_groot:hydra_conf", "sizes of GR00T-N1.5 and the experiments that train it")]
+    return [
+        Registration("groot", "embodix_groot.hydra_conf:__name__", "sizes of GR00T-N1.5, experiments that train it")
+    ]

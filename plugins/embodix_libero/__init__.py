@@ -25,4 +25,4 @@ def register_data_sources() -> list[Registration]:
 
 @hookimpl
 def register_config_packages() -> list[Registration]:
-    return [Registration("libero", "embodix_libero:hydra_conf", "LIBERO's suites, its rendering and recordings")]
+    return [Registration("libero", "embodix_libero.hydra_conf:__name__", "LIBERO's suites, rendering, recordings")]

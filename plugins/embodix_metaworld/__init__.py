@@ -20,4 +20,4 @@ def register_data_sources() -> list[Registration]:
 
 @hookimpl
 def register_config_packages() -> list[Registration]:
-    return [Registration("metaworld", "embodix_metaworld:hydra_conf", "MetaWorld's tasks and recordings")]
+    return [Registration("metaworld", "embodix_metaworld.hydra_conf:__name__", "MetaWorld's tasks and recordings")]

@@ -22,4 +22,4 @@ def register_host_patches() -> list[Registration]:
 
 @hookimpl
 def register_config_packages() -> list[Registration]:
-    return [Registration("pi05", "embodix_pi05:hydra_conf", "sizes of π0.5 and the experiments that train it")]
+    return [Registration("pi05", "embodix_pi05.hydra_conf:__name__", "sizes of π0.5 and the experiments that train it")]

@@ -8,4 +8,4 @@ from embodix.hookspecs import Registration, hookimpl
 
 @hookimpl
 def register_config_packages() -> list[Registration]:
-    return [Registration("pusht", "embodix_pusht:hydra_conf", "PushT")]
+    return [Registration("pusht", "embodix_pusht.hydra_conf:__name__", "PushT")]

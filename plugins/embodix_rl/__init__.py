@@ -53,4 +53,4 @@ def register_host_patches() -> list[Registration]:
 
 @hookimpl
 def register_config_packages() -> list[Registration]:
-    return [Registration("rl", "embodix_rl:hydra_conf", "runners, algorithms, placements, declared times")]
+    return [Registration("rl", "embodix_rl.hydra_conf:__name__", "runners, algorithms, placements, declared times")]

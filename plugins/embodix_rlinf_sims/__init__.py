@@ -25,4 +25,4 @@ def register_environments() -> list[Registration]:
 
 @hookimpl
 def register_config_packages() -> list[Registration]:
-    return [Registration("rlinf_sims", "embodix_rlinf_sims:hydra_conf", "ManiSkill and Isaac Lab")]
+    return [Registration("rlinf_sims", "embodix_rlinf_sims.hydra_conf:__name__", "ManiSkill and Isaac Lab")]

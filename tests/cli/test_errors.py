@@ -81,7 +81,7 @@ def test_group_that_did_not_land(train: Callable[..., str], override: str, messa
 def test_missing_dataset(train: Callable[..., str], tmp_path: Path) -> None:
     assert (
         f"No LeRobotDataset at dataset.root={tmp_path}/nowhere (meta/info.json is missing). Record one with "
-        "`lerobot data metaworld`, or give the folder of an existing dataset."
+        "`lerobot data <source>`, or give the folder of an existing dataset."
     ) in train(f"dataset.root={tmp_path}/nowhere")
 
 
@@ -106,7 +106,7 @@ def test_camera_in_no_slot_of_the_policy(train: Callable[..., str]) -> None:
 
 def test_missing_tokenizer(train: Callable[..., str], tmp_path: Path) -> None:
     printed = train(f"tokenizer.directory={tmp_path}")
-    assert f"{tmp_path} holds no tokenizer for google/paligemma-3b-pt-224. `lerobot data metaworld` builds" in printed
+    assert f"{tmp_path} holds no tokenizer for google/paligemma-3b-pt-224. `lerobot data` builds" in printed
 
 
 def test_output_folder_in_use(train: Callable[..., str], tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_wrapper_is_asked_for_only_when_something_is_wrapped(a_machine, capsys
     overrides = ["policy=pi05_small", "policy.type=act"]
     assert _needs(capsys, *overrides) == []
     (need,) = _needs(capsys, *overrides, "packing=padding_free")
-    assert "policy_wrappers 'act'" in need and "known: groot, pi05" in need
+    assert "policies 'act'" in need and "known: groot, pi05" in need
 
 
 def test_cuda_without_a_gpu_is_a_fault(a_machine, capsys):

@@ -22,9 +22,9 @@ from embodix_fp8.block_weight import BlockScaledWeight
 from embodix_fp8.blocks import ScaledWeight, quantize_blocks
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
 from embodix_fp8.precision.block_scaling import BlockScaledFp8
-from embodix_groot import pi05
 from embodix_groot import testing as groot
 from embodix_groot.wrapper import GrootN15Wrapper
+from embodix_pi05 import testing as pi05
 from embodix_pi05.wrapper import Pi05Wrapper
 
 SETTINGS = GateSettings(num_samples=6, batch_size=3)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from embodix_groot import pi05
 from embodix_groot import testing as groot
 from embodix_groot.wrapper import GrootN15Wrapper
+from embodix_pi05 import testing as pi05
 from embodix_pi05.wrapper import Pi05Wrapper
 
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import pytest
 
-from embodix import patching
+from embodix import Registration, patching, plugins
 from embodix.patching import Patch, PatchError, apply_patch, is_applied, patched, undo_patch
+from embodix.plugins import PluginRegistry
 
 HOST = types.SimpleNamespace(limit=1, name="host")
 
@@ -31,8 +33,11 @@ def host_patches(monkeypatch):
         "too_old": _patch_module("too_old", "limit", {"pluggy": ">=900"}),
         "no_host": _patch_module("no_host", "limit", {"a-host-that-nobody-installed": ">=1"}),
     }
-    monkeypatch.setattr(patching, "patch_names", lambda: sorted(modules))
-    monkeypatch.setattr(patching.importlib, "import_module", lambda path: modules[path.rpartition(".")[2]])
+    registry = PluginRegistry(implementations={"host_patches": {}})
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"a_host_{name}", module)
+        registry.implementations["host_patches"][name] = Registration(name, f"a_host_{name}:PATCH", "a patch")
+    monkeypatch.setattr(plugins, "registry", lambda: registry)
     yield
     assert (HOST.limit, HOST.name) == (1, "host"), "a test left the host patched"
     assert not patching._applied

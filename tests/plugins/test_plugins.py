@@ -54,8 +54,8 @@ def test_hook_register_attention_backends(make_plugin):
     _check_hook("register_attention_backends", make_plugin)
 
 
-def test_hook_register_policy_wrappers(make_plugin):
-    _check_hook("register_policy_wrappers", make_plugin)
+def test_hook_register_policies(make_plugin):
+    _check_hook("register_policies", make_plugin)
 
 
 def test_hook_register_quantizers(make_plugin):
@@ -78,8 +78,20 @@ def test_hook_register_data_sources(make_plugin):
     _check_hook("register_data_sources", make_plugin)
 
 
-def test_hook_register_parallel_strategies(make_plugin):
-    _check_hook("register_parallel_strategies", make_plugin)
+def test_hook_register_host_patches(make_plugin):
+    _check_hook("register_host_patches", make_plugin)
+
+
+def test_hook_register_verbs(make_plugin):
+    _check_hook("register_verbs", make_plugin)
+
+
+def test_hook_register_schemas(make_plugin):
+    _check_hook("register_schemas", make_plugin)
+
+
+def test_hook_register_config_packages(make_plugin):
+    _check_hook("register_config_packages", make_plugin)
 
 
 @pytest.mark.parametrize("hook", hookspecs.hook_names())

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 
-from embodix.quantization import fp8_block, kernel_choice
+from embodix_fp8 import fp8_block, kernel_choice
 from embodix_fp8.block_weight import BlockScaledWeight
 from embodix_fp8.blocks import BLOCK, ScaledWeight, quantize_blocks
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
@@ -208,5 +208,5 @@ def test_float16_and_unknown_options_are_refused():
         Fp8BlockQuantizer().install(policy, "pi05")
     with pytest.raises(ValueError, match="kernel is one of auto"):
         Fp8BlockQuantizer(kernel="fast")
-    with pytest.raises(ValueError, match="pi05 and groot; got a policy of type 'act'"):
+    with pytest.raises(ValueError, match="groot and pi05; got policy.type=act"):
         Fp8BlockQuantizer().install(policy, "act")

@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 from torch import nn
 
-from embodix.quantization import selection
 from embodix.quantization.selection import choose_modules
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
 from embodix_fp8.kernels import ScaledMmKernel
 from embodix_groot.architecture import PUBLIC_ARCHITECTURE
 from embodix_groot.testing import meta_groot
+from embodix_pi05.record import _DECODER_LINEAR, Pi05
 from embodix_pi05.testing import meta_pi05, small_pi05
 
 PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -82,16 +82,14 @@ def test_every_linear_and_embedding_is_listed_with_its_part_and_a_reason(policy_
 
 def test_a_selector_that_takes_the_action_expert_too_is_noticed(pi05, monkeypatch):
     """The mutation twin: names without their full path match the expert's layers."""
-    greedy = dict(selection.PATHS["pi05"])
-    greedy["language_linear"] = r".*" + selection._DECODER_LINEAR
-    monkeypatch.setitem(selection.PATHS, "pi05", greedy)
+    monkeypatch.setattr(Pi05, "module_kinds", Pi05.module_kinds | {"language_linear": r".*" + _DECODER_LINEAR})
     extra = set(converted(pi05, "pi05")) - layers(PI05_LANGUAGE, 18)
     assert len([path for path in extra if ".gemma_expert." in path]) == 126
 
 
 def test_another_policy_and_a_wrapped_one_are_refused():
     policy = small_pi05()
-    with pytest.raises(ValueError, match="pi05 and groot; got a policy of type 'act'"):
+    with pytest.raises(ValueError, match=re.escape("groot and pi05; got policy.type=act")):
         choose_modules(policy, "act")
     with pytest.raises(ValueError, match=re.escape("got none (policy.model.")):
         choose_modules(nn.ModuleDict({"policy": policy}), "pi05")

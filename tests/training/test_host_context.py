@@ -40,5 +40,5 @@ def test_groot_asks_for_its_own(policy: str) -> None:
 
 
 def test_sizes_of_another_policy_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"gives sizes to pi05, groot; got it for policy\.type=act"):
+    with pytest.raises(ValueError, match=r"gives sizes to groot and pi05; got policy\.type=act"):
         _patches("policy=pi05_small", "policy.type=act")

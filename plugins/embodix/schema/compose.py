@@ -23,8 +23,9 @@ def register_schemas() -> None:
 
 def config_packages() -> list[str]:
     """Packages that hold config groups, embodix's own first."""
-    targets = [r.target.replace(":", ".") for r in plugins.registry().implementations["config_packages"].values()]
-    return sorted(targets, key=lambda package: package != CONFIG_MODULE)
+    registered = plugins.registry().implementations["config_packages"].values()
+    found = [registration.target.partition(":")[0] for registration in registered]
+    return sorted(found, key=lambda package: package != CONFIG_MODULE)
 
 
 def options_of(group: str) -> list[str]:

@@ -31,9 +31,9 @@ from embodix_fp8.precision.block_scaling import (
 )
 from embodix_fp8.precision.installation import first_products_problem
 from embodix_fp8.precision.torchao_float8 import TorchaoFloat8, TorchaoKernel, fp8_units_problem
-from embodix_groot import pi05
 from embodix_groot import testing as groot
 from embodix_groot.wrapper import GrootN15Wrapper
+from embodix_pi05 import testing as pi05
 from embodix_pi05.wrapper import Pi05Wrapper
 
 CPU = torch.device("cpu")
@@ -408,7 +408,7 @@ def test_options_are_checked() -> None:
         TorchaoFloat8(recipe="columnwise")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kernel is one of auto, emulated; got 'cutlass'"):
         BlockScaledFp8(kernel="cutlass")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="known for pi05 and groot; got a policy of type 'act'"):
+    with pytest.raises(ValueError, match="known for groot and pi05; got policy\\.type=act"):
         BlockScaledFp8().install(pi05.small_pi05(), "act", CPU)
 
 
