@@ -208,5 +208,5 @@ def test_float16_and_unknown_options_are_refused():
         Fp8BlockQuantizer().install(policy, "pi05")
     with pytest.raises(ValueError, match="kernel is one of auto"):
         Fp8BlockQuantizer(kernel="fast")
-    with pytest.raises(ValueError, match="groot and pi05; got policy.type=act"):
+    with pytest.raises(ValueError, match=r"groot and pi05; got policy\.type=act"):
         Fp8BlockQuantizer().install(policy, "act")

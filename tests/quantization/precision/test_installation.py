@@ -408,7 +408,7 @@ def test_options_are_checked() -> None:
         TorchaoFloat8(recipe="columnwise")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kernel is one of auto, emulated; got 'cutlass'"):
         BlockScaledFp8(kernel="cutlass")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="known for groot and pi05; got policy\\.type=act"):
+    with pytest.raises(ValueError, match=r"known for groot and pi05; got policy\.type=act"):
         BlockScaledFp8().install(pi05.small_pi05(), "act", CPU)
 
 
