@@ -32,17 +32,19 @@ class MethodInstallation:
 
     Args:
         policy_type: the host's, for reports.
-        vision_tower: its attention is aligned where the fast path does not use upstream's.
+        vision_tower: its attention is aligned where the fast path does not use upstream's; None for none that has any.
     """
 
-    def __init__(self, policy: nn.Module, fast_path: FastPath, policy_type: str, vision_tower: nn.Module) -> None:
+    def __init__(
+        self, policy: nn.Module, fast_path: FastPath, policy_type: str, vision_tower: nn.Module | None = None
+    ) -> None:
         self._policy, self._fast_path, self._policy_type = policy, fast_path, policy_type
         # Not bound methods: under mixed precision accelerate would bind their functions to the policy.
         self._methods = {name: functools.partial(getattr(fast_path, name)) for name in REPLACED_METHODS}
         for name, method in self._methods.items():
             setattr(policy, name, method)
-        upstream_attention = fast_path.settings.attention is None
-        self._undo_vision = (lambda: None) if upstream_attention else align_vision_attention(vision_tower)
+        aligns = fast_path.settings.attention is not None and vision_tower is not None
+        self._undo_vision = align_vision_attention(vision_tower) if aligns else lambda: None
 
     @property
     def token_counts(self) -> TokenCounts | None:
