@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodix.attention.reference import reference_attention
 from embodix.attention.segments import Segments
 from embodix.packing.layout import PackedLayout
 from embodix.policies.action_loss import fill_padded_actions, reduce_valid, valid_elements
@@ -85,8 +85,8 @@ class PromptedFastPath:
 
     def _attend(self, attention: Any, rows_NW: Tensor, layout: PackedLayout, segments: Segments) -> Tensor:
         q_VHD, k_VHD, v_VHD = (_existing(part, layout) for part in attention.heads(rows_NW))
-        backend = self.settings.attention or reference_attention
-        out_VHD = backend(q_VHD, k_VHD, v_VHD, segments)
+        attend = self.settings.attention or _each_by_itself
+        out_VHD = attend(q_VHD, k_VHD, v_VHD, segments)
         if layout.valid_rows_V is not None:
             out_VHD = out_VHD.new_zeros(rows_NW.shape[0], *out_VHD.shape[1:]).index_copy(
                 0, layout.valid_rows_V, out_VHD
@@ -107,6 +107,14 @@ class PromptedFastPath:
             action_valid=num_steps if is_pad is None else num_steps - int(is_pad.sum()),
             action_total=num_steps,
         )
+
+
+def _each_by_itself(q_VHD: Tensor, k_VHD: Tensor, v_VHD: Tensor, segments: Segments) -> Tensor:
+    """Attention as published, a sample at a time."""
+    parts = [part.split(list(segments.lengths_q)) for part in (q_VHD, k_VHD, v_VHD)]
+    heads_first = [[rows.transpose(0, 1) for rows in part] for part in parts]
+    outputs = [F.scaled_dot_product_attention(q, k, v) for q, k, v in zip(*heads_first, strict=True)]
+    return torch.cat([output.transpose(0, 1) for output in outputs])
 
 
 def _existing(rows: Tensor, layout: PackedLayout) -> Tensor:
