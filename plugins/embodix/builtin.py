@@ -68,8 +68,8 @@ def register_verbs() -> list[Registration]:
 @hookimpl
 def register_schemas() -> list[Registration]:
     return [
-        Registration("train", "embodix.schema.train:register", "`lerobot train`, `compare` and `plan`"),
-        Registration("eval", "embodix.schema.eval:register", "`lerobot eval`"),
+        Registration("train", "embodix.config.train_schema:register", "`lerobot train`, `compare` and `plan`"),
+        Registration("eval", "embodix.config.eval_schema:register", "`lerobot eval`"),
         Registration("quantize", "embodix.schema.quantize:register", "`lerobot quantize`"),
     ]
 

@@ -12,8 +12,8 @@ import torch
 from lerobot.policies.groot import groot_n1, modeling_groot, processor_groot
 from lerobot.policies.groot.action_head import flow_matching_action_head
 
+from embodix.config.compose import compose
 from embodix.patching import patched
-from embodix.schema.compose import compose
 from embodix_groot.architecture import (
     MAX_EMBODIMENT_ID,
     PUBLIC_ARCHITECTURE,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix.training import evaluation_plan
 from embodix.training.evaluation_plan import evaluation_command, plan_evaluation
 

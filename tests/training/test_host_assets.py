@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix.training.host_config import decode_host_config
 from embodix_groot import assets
 from embodix_groot.run_assets import prepare_host_assets

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix.training.side_by_side import Variant, compose_variants
 
 

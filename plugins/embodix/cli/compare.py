@@ -56,11 +56,11 @@ def _require_checkpoints(cfg: DictConfig) -> None:
 
 def _evaluate(sessions: list[TrainingSession], cfg: DictConfig, output_dir: Path) -> None:
     """`lerobot eval` on what was trained: all variants and their controls on the same episodes."""
+    from embodix.config.compose import compose
     from embodix.evaluation.controls import applicable_controls
     from embodix.evaluation.evaluate import run_evaluation
     from embodix.evaluation.simulators import simulators_of
     from embodix.report.evaluation_table import print_evaluations
-    from embodix.schema.compose import compose
 
     overrides = [
         f"eval.n_episodes={cfg.eval.n_episodes}",

@@ -23,8 +23,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from embodix.config.compose import CONFIG_MODULE, compose, config_packages, register_schemas
 from embodix.patching import PatchError
-from embodix.schema.compose import CONFIG_MODULE, compose, config_packages, register_schemas
 
 CONFIG_PACKAGE = f"pkg://{CONFIG_MODULE}"
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -53,28 +53,6 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     finally:
         os.environ[FULL_ERROR] = "1" if wants_traceback else "0"
     return 0
-
-
-def begun_overrides(folder: Path, config_name: str, verb: str, key: str, overrides: list[str]) -> list[str]:
-    """The overrides that the run in a folder was begun with.
-
-    Args:
-        folder: that `key` names.
-        config_name: the primary config of such a run.
-        verb: its command, for messages.
-        key: the override that resumes, without its value.
-        overrides: of this command line; none but `key` may be among them, since a run is resumed as it was begun.
-
-    Raises:
-        ValueError: no such run in the folder, or other overrides.
-    """
-    recorded, job = folder / ".hydra" / "overrides.yaml", folder / ".hydra" / "hydra.yaml"
-    if not recorded.is_file() or OmegaConf.load(job).hydra.job.config_name != config_name:
-        raise ValueError(f"{key}={folder} is no folder of `{verb}` ({recorded} is missing).")
-    others = [word for word in overrides if not word.startswith(f"{key}=")]
-    if others:
-        raise ValueError(f"A run of `{verb}` is resumed as it was begun; leave out {', '.join(others)}.")
-    return [str(word) for word in OmegaConf.load(recorded)]
 
 
 def explain(error: BaseException, config_name: str, argv: list[str]) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig, OmegaConf
 
+from embodix.config.compose import compose_train, merge_overrides
 from embodix.policies.support import support_of
 from embodix.report.run_page import write_run_page
 from embodix.report.steps import StepRecord
-from embodix.schema.compose import compose
 from embodix.training.accelerator import ObservedAccelerator
 from embodix.training.checkpoint import Checkpoint, find_checkpoint
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation
@@ -104,24 +104,6 @@ def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[
 def _is_fixed_on_resume(override: str) -> bool:
     key, _, value = override.lstrip("+").partition("=")
     return key in ("optimizer", "scheduler", "env", "peft", "rename_map") or (key, value) == ("logging", "wandb")
-
-
-def compose_train(overrides: list[str]) -> DictConfig:
-    """Compose the train config again, without Hydra's own overrides and without an output folder."""
-    kept = [override for override in overrides if not override.lstrip("+~").startswith("hydra")]
-    return compose("train", [*kept, "train.output_dir=null"])
-
-
-def merge_overrides(recorded: list[str], added: list[str]) -> list[str]:
-    """The recorded overrides with those of the same key replaced by the added ones.
-
-    A group that is chosen anew does not take the options of the recorded choice.
-    """
-    replaced = {override.lstrip("+~").partition("=")[0] for override in added}
-    of_replaced = tuple(f"{name}.options." for name in replaced)
-    keys = [(override, override.lstrip("+~").partition("=")[0]) for override in recorded]
-    kept = [override for override, key in keys if key not in replaced and not key.startswith(of_replaced)]
-    return [*kept, *added]
 
 
 def _run(

@@ -17,6 +17,7 @@ from lerobot.scripts import lerobot_train
 from omegaconf import DictConfig, OmegaConf
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from embodix.config.compose import compose_train
 from embodix.patching import replace_attribute
 from embodix.policies.support import support_of
 from embodix.report.steps import StepRecord
@@ -26,7 +27,6 @@ from embodix.training.features import select_training_features
 from embodix.training.host_config import decode_host_config, fill_missing_preset, require_landed_groups
 from embodix.training.host_context import required_patches
 from embodix.training.lockstep import run_in_turns
-from embodix.training.run import compose_train
 from embodix.training.session import MANIFEST_FILE, TrainingSession
 
 SHARED_NODES = ("dataset", "sampling", "tokenizer", "architecture", "env")
