@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark

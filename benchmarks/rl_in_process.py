@@ -28,7 +28,7 @@ from lerobot.envs.factory import make_env_pre_post_processors
 from lerobot.envs.utils import preprocess_observation
 from torch import Tensor
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import LoadedPolicy, PolicyChoices, loaded_policy
 from embodix.evaluation.simulators import StepOutcome

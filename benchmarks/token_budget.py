@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from pi05_forward_backward import CAMERAS, ONE_EIGHTH
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.contracts import BatchComposer, Packer
 from embodix.data.order import ShuffledOrder
 from embodix.packing.batches import BatchStream

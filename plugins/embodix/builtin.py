@@ -27,7 +27,7 @@ def register_packers() -> list[Registration]:
 
 @hookimpl
 def register_attention_backends() -> list[Registration]:
-    cpu, cuda = "embodix.attention.segment", "embodix.attention.cuda"
+    cpu, cuda = "embodix.attention.cpu", "embodix.attention.cuda"
     return [
         Registration("segment_gemm", f"{cpu}:SegmentGemm", "one GEMM pair a segment, grouped heads folded (CPU)"),
         Registration("segment_sdpa", f"{cpu}:SegmentSdpa", "torch SDPA a segment, no mask (any device)"),

@@ -103,6 +103,9 @@ class AttentionBackend(Protocol):
 
     Causal masks are aligned to the last key (a query segment shorter than its key segment sees all earlier keys).
     A query that may see no key gives 0.
+
+    A backend may state ``preference``, an int or None: its place in the order in which ``auto`` tries backends, the
+    lowest first. Those of the core have 10 to 70, fastest first; a backend without one comes after all that have.
     """
 
     name: str

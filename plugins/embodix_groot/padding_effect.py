@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from embodix.attention.segment import SegmentSdpa
+from embodix.attention.cpu import SegmentSdpa
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix_groot.fast_path import GrootFastPath

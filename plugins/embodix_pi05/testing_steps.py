@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.contracts import Packer
 from embodix.data.preprocessing import MicroBatches
 from embodix.policies.settings import ActionPad, FastPathSettings, TokenCounts

@@ -22,7 +22,7 @@ from lerobot.policies.factory import make_pre_post_processors
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch.utils.data import default_collate
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.checkpoints.model_folder import find_model
 from embodix.config.compose import compose
 from embodix.data.embodiments import embodiment_folder, load_embodiment

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ddp_case import CASES
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.data.order import ShuffledOrder
 from embodix.packing.batches import BatchStream
 from embodix.packing.cost import CostModel

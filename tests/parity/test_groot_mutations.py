@@ -11,7 +11,7 @@ import torch
 from diffusers.models.embeddings import SinusoidalPositionalEmbedding
 
 from embodix.attention import Segments
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients

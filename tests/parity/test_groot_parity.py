@@ -12,7 +12,7 @@ from diffusers.models.embeddings import SinusoidalPositionalEmbedding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.attention.segment import SegmentAuto, SegmentGemm
+from embodix.attention.cpu import SegmentAuto, SegmentGemm
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients

@@ -17,7 +17,7 @@ from lerobot.configs.train import TrainPipelineConfig
 from lerobot.datasets.factory import make_dataset
 from lerobot.policies.factory import make_pre_post_processors
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.data.mixture import MixtureDataset, build_mixture
 from embodix.data.mixture_spec import decode_mixture
 from embodix.data.preprocessing import PreprocessedBatch, PreprocessingCollate

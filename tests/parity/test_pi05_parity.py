@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.attention.segment import SegmentAuto, SegmentGemm, SegmentSdpa
+from embodix.attention.cpu import SegmentAuto, SegmentGemm, SegmentSdpa
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix_pi05.testing import random_batch, small_pi05

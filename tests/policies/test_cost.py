@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentSdpa
+from embodix.attention.cpu import SegmentSdpa
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.training.flops import flop_counter

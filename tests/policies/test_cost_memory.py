@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentGemm, SegmentSdpa
+from embodix.attention.cpu import SegmentGemm, SegmentSdpa
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix_pi05.cost import EMBODIX, UPSTREAM, Computation, Sample

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
 from embodix.patching import patched
 from embodix.policies.settings import FastPathSettings

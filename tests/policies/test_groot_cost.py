@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from embodix.attention.segment import SegmentSdpa
+from embodix.attention.cpu import SegmentSdpa
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.steps import PHASES, StepRecord, TokenRecord

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentSdpa
+from embodix.attention.cpu import SegmentSdpa
 from embodix.contracts import ChecksReference
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings

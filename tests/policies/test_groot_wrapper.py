@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.models.qwen3 import modeling_qwen3
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.vision_attention import ALIGNED_ATTENTION

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.models.gemma import modeling_gemma
 
-from embodix.attention.segment import SegmentAuto, SegmentGemm
+from embodix.attention.cpu import SegmentAuto, SegmentGemm
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.vision_attention import ALIGNED_ATTENTION

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing import pi05 as small_pi05s

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodix.attention.backend import dtype_problem, require_packed
-from embodix.attention.segments import Segments
+from embodix.attention.segments import Segments, dtype_problem, require_packed
 
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 
@@ -114,6 +113,7 @@ class FlashAttention2(_FlashVarlen):
     """``flash_attn.flash_attn_varlen_func`` (Dao, 2023): grouped heads native, head_dim to 256."""
 
     name = "flash_attn_2"
+    preference = 10
     module = "flash_attn"
     package = "flash-attn>=2.8,<3"
     capability = AMPERE
@@ -123,6 +123,7 @@ class FlashAttention4(_FlashVarlen):
     """``flash_attn.cute.flash_attn_varlen_func``, kernels compiled at run time; Hopper and Blackwell."""
 
     name = "flash_attn_4"
+    preference = 20
     module = "flash_attn.cute"
     package = "flash-attn-4"
     capability = HOPPER
@@ -135,6 +136,7 @@ class TorchVarlen:
     """
 
     name = "torch_varlen"
+    preference = 30
     _wanted_parameters = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal")
 
     def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -190,6 +192,7 @@ class Flex:
     """FlexAttention with a block mask of the segments; compiled, so lengths are padded up to a whole bucket."""
 
     name = "flex"
+    preference = 40
     bucket = 128
 
     def __init__(self) -> None:
