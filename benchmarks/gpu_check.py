@@ -33,7 +33,7 @@ from embodix.attention.cpu import SegmentSdpa
 from embodix.attention.cuda import FlashAttention2, FlashAttention4, Flex, TorchVarlen
 from embodix.attention.select import reference_attention
 from embodix.contracts import AttentionBackend, PolicyWrapper
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.testing.errors import compare_gradients, gradients_of, relative_error

@@ -8,7 +8,7 @@ from embodix.hookspecs import Registration, hookimpl
 
 @hookimpl
 def register_packers() -> list[Registration]:
-    packing = "embodix.packing.packers"
+    packing = "embodix.packing.layout"
     return [
         Registration("none", f"{packing}:PaddedPacker", "compute every prefix row, padding included, as upstream"),
         Registration("padding_free", f"{packing}:PaddingFreePacker", "compute valid prefix rows only, same batches"),

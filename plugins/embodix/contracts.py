@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from embodix.data.sample_sizes import SizedDataset
     from embodix.evaluation.simulators import StepOutcome
     from embodix.packing.bins import Bins
-    from embodix.packing.cost import CostModel
     from embodix.packing.layout import PackedLayout
-    from embodix.packing.sizes import IntArray, SampleSizes
+    from embodix.packing.sample_cost import CostModel, IntArray, SampleSizes
     from embodix.policies.flow import FlowSizes, RecomputedSteps
     from embodix.policies.settings import FastPathSettings, ReferenceCheck, TokenCounts
 
@@ -243,7 +242,7 @@ class PolicySupport:
 
         Args:
             policy_cfg: upstream's config.
-            members: ``embodix.data.mixture.Member`` each.
+            members: ``embodix.data.mixture_dataset.Member`` each.
             preprocessors: upstream's, of each member.
 
         Raises:

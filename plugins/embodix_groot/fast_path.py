@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodix.policies.action_loss import fill_padded_actions
-from embodix.policies.batch_keys import require_key
-from embodix.policies.denoising import DenoisingObserver
-from embodix.policies.settings import FastPathSettings, TokenCounts
+from embodix.policies.functional import fill_padded_actions
+from embodix.policies.installation import require_key
+from embodix.policies.settings import DenoisingObserver, FastPathSettings, TokenCounts
 from embodix_groot.action_head import num_action_tokens
 from embodix_groot.attention import DenseTokens, TokenAttention, VarlenTokens
 from embodix_groot.backbone import backbone_features

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodix.policies.denoising import DenoisingObserver
+from embodix.policies.settings import DenoisingObserver
 from embodix_groot.action_head import context_keys_values, embed_actions, encode_context, predict_velocity
 from embodix_groot.attention import TokenAttention
 

@@ -9,8 +9,15 @@ from typing import Any
 
 import torch
 
-from embodix.data.merging import common_keys, images_in_order, in_order, merge_values
-from embodix.data.preprocessing import CAMERA_PAD_KEY, EmbodimentPart, PreprocessedBatch
+from embodix.data.preprocessing import (
+    CAMERA_PAD_KEY,
+    EmbodimentPart,
+    PreprocessedBatch,
+    common_keys,
+    images_in_order,
+    in_order,
+    merge_values,
+)
 
 
 @dataclass(frozen=True)

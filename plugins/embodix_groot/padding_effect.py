@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from embodix.attention.cpu import SegmentSdpa
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix_groot.fast_path import GrootFastPath
 

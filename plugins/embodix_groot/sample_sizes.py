@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodix.data.sample_sizes import SizedDataset
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import SampleSizes
 from embodix_groot.action_head import num_action_tokens
 
 

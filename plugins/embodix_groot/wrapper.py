@@ -10,7 +10,7 @@ from torch import nn
 
 from embodix.contracts import ShapePadder
 from embodix.data.sample_sizes import SizedDataset
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import SampleSizes
 from embodix.policies.installation import (
     MethodInstallation,
     require_own_methods,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embodix.data.preprocessing import CAMERA_PAD_KEY
-from embodix.policies.batch_keys import nearest
+from embodix.policies.installation import nearest
 
 IMAGE_PREFIX = "observation.image"
 

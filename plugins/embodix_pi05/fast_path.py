@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodix.policies.action_loss import fill_padded_actions, reduce_all, reduce_valid, valid_elements
-from embodix.policies.batch_keys import require_key
+from embodix.policies.functional import fill_padded_actions, reduce_all, reduce_valid, valid_elements
+from embodix.policies.installation import require_key
 from embodix.policies.settings import FastPathSettings, TokenCounts
 from embodix_pi05.cameras import CameraBatch, collect_cameras
 from embodix_pi05.inference import ActionSampler

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodix.policies.denoising import DenoisingObserver
-from embodix.policies.settings import FastPathSettings
+from embodix.policies.settings import DenoisingObserver, FastPathSettings
 from embodix_pi05.layers import (
     StepContext,
     expert_layers,

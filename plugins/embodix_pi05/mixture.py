@@ -15,9 +15,17 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.types import FeatureType
 from torch import Tensor
 
-from embodix.data.merging import EmbodimentShape, common_keys, in_order, merge_values
-from embodix.data.mixture import Member, image_sizes
-from embodix.data.preprocessing import ACTION_DIMS_KEY, CAMERA_PAD_KEY, EmbodimentPart, PreprocessedBatch
+from embodix.data.mixture_dataset import Member, image_sizes
+from embodix.data.preprocessing import (
+    ACTION_DIMS_KEY,
+    CAMERA_PAD_KEY,
+    EmbodimentPart,
+    EmbodimentShape,
+    PreprocessedBatch,
+    common_keys,
+    in_order,
+    merge_values,
+)
 
 
 @dataclass(frozen=True)

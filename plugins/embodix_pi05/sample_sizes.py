@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from embodix.data.sample_sizes import SizedDataset
-from embodix.packing.sizes import IntArray, SampleSizes
+from embodix.packing.sample_cost import IntArray, SampleSizes
 from embodix_pi05.prefix import patches_per_image
 
 STATE_KEY, TOKEN_MASK_KEY = "observation.state", "observation.language.attention_mask"

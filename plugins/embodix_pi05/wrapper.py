@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from embodix.data.sample_sizes import SizedDataset
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import SampleSizes
 from embodix.policies.installation import (
     MethodInstallation,
     require_own_methods,

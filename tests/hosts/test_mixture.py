@@ -28,7 +28,7 @@ from embodix.config.compose import compose
 from embodix.data.embodiments import embodiment_folder, load_embodiment
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.evaluation.evaluate import run_evaluation
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.patching import patched
 from embodix.policies.cost import read_dataset_facts
 from embodix.policies.settings import FastPathSettings

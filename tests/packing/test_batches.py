@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 
 from embodix.contracts import BatchComposer
 from embodix.data.order import ShuffledOrder
-from embodix.packing.balance import assign_to_ranks
-from embodix.packing.batches import BatchStream, Step
-from embodix.packing.composer import FixedCountComposer
-from embodix.packing.cost import CostModel
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.batches import BatchStream, FixedCountComposer, Step, assign_to_ranks
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
+from embodix.packing.sample_cost import CostModel, SampleSizes
 from embodix.packing.sequence_length import SequenceLengthPacker
-from embodix.packing.sizes import SampleSizes
 from embodix.packing.token_budget import TokenBudgetPacker
 
 

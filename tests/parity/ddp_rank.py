@@ -13,7 +13,7 @@ from ddp_case import CASES
 from torch.nn.parallel import DistributedDataParallel
 
 from embodix.attention.cpu import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from embodix.attention.cpu import SegmentAuto
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients, gradients_of
 from embodix_pi05.testing import small_pi05, upstream_losses

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embodix.attention.cpu import SegmentAuto
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients, relative_error
 from embodix_fp8.fp8_block import Fp8BlockQuantizer

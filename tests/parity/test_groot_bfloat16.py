@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embodix.attention.cpu import SegmentGemm, SegmentSdpa
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients, relative_error
 from embodix_groot.testing import random_batch, small_groot

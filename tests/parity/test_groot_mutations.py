@@ -12,7 +12,7 @@ from diffusers.models.embeddings import SinusoidalPositionalEmbedding
 
 from embodix.attention import Segments
 from embodix.attention.cpu import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
 from embodix_groot import backbone, fast_path, language_model, training

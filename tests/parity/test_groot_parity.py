@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodix.attention.cpu import SegmentAuto, SegmentGemm
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
 from embodix_groot.testing import SMALL_ARCHITECTURE, random_batch, small_groot

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embodix.attention.cpu import SegmentGemm, SegmentSdpa
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients, relative_error
 from embodix_pi05.testing import random_batch, small_pi05

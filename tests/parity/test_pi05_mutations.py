@@ -10,7 +10,7 @@ import torch
 
 from embodix.attention import Segments
 from embodix.attention.cpu import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
 from embodix_pi05 import cameras, fast_path, layers, prefix_lm, training

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embodix.attention.cpu import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix_pi05.testing import random_batch, small_pi05
 from embodix_pi05.testing_runs import fast_actions, run_fast, run_upstream, upstream_actions

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from embodix.attention.cpu import SegmentSdpa
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.training.flops import flop_counter
 from embodix_pi05.cost import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embodix.attention.cpu import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.patching import patched
 from embodix.policies.settings import FastPathSettings
 from embodix_groot.testing import random_batch, small_groot

@@ -8,7 +8,7 @@ import torch
 
 from embodix.attention.cpu import SegmentSdpa
 from embodix.contracts import ChecksReference
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix_groot.testing import SMALL_ARCHITECTURE, random_batch, small_groot
 from embodix_groot.testing_runs import strengthen

@@ -12,9 +12,9 @@ import torch
 from transformers.models.qwen3 import modeling_qwen3
 
 from embodix.attention.cpu import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
+from embodix.policies.installation import ALIGNED_ATTENTION
 from embodix.policies.settings import FastPathSettings
-from embodix.policies.vision_attention import ALIGNED_ATTENTION
 from embodix_groot.architecture import PUBLIC_ARCHITECTURE
 from embodix_groot.fast_path import GrootFastPath
 from embodix_groot.padding_effect import padding_effect

@@ -12,9 +12,9 @@ import torch
 from transformers.models.gemma import modeling_gemma
 
 from embodix.attention.cpu import SegmentAuto, SegmentGemm
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
+from embodix.policies.installation import ALIGNED_ATTENTION
 from embodix.policies.settings import FastPathSettings
-from embodix.policies.vision_attention import ALIGNED_ATTENTION
 from embodix_pi05.testing import image_key, meta_pi05, random_batch, small_pi05, upstream_losses
 from embodix_pi05.testing_runs import fast_actions, run_fast, upstream_actions
 from embodix_pi05.wrapper import Pi05Wrapper

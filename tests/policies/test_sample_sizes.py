@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from embodix.data.sample_sizes import SizedDataset, measure_samples
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import SampleSizes
 from embodix_pi05.sample_sizes import state_column
 from embodix_pi05.testing import small_pi05
 

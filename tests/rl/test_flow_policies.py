@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from embodix.attention.cpu import SegmentAuto
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing import pi05 as small_pi05s
 from embodix_groot import testing as small_groots

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fast path is asked to do, and the contract of the wrapper that installs it."""
+"""What a fast path is asked to do, and what it tells: counts, a check of its reference, the steps of its sampler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -108,3 +108,12 @@ class ReferenceCheck:
     cause: str
     fast_difference: float
     host_batch_difference: float
+
+
+class DenoisingObserver(Protocol):
+    """Called by an action sampler after every denoising step; it must not change the state."""
+
+    def __call__(self, step: int, state_BTA: Tensor) -> None:
+        """``step`` counts from 0; ``state_BTA`` is the state after it, the last one the chunk (padded dimensions
+        included)."""
+        ...

@@ -16,8 +16,7 @@ from embodix.contracts import BatchComposer
 from embodix.data.order import SampleOrder, ShuffledOrder
 from embodix.data.sample_sizes import SizedDataset, measure_samples
 from embodix.packing.batches import BatchStream
-from embodix.packing.cost import CostModel
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import CostModel, SampleSizes
 from embodix.policies.settings import TokenCounts
 from embodix.training.cost_fit import CostFit
 from embodix.training.features import InstalledFeatures

@@ -9,8 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from embodix.packing.cost import CostModel, MeasuredBin, fit_cost
-from embodix.packing.sizes import IntArray, SampleSizes
+from embodix.packing.sample_cost import CostModel, IntArray, MeasuredBin, SampleSizes, fit_cost
 
 NUM_WARMUP = 2
 

@@ -18,15 +18,12 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
 from torch.utils.data import DataLoader
 
-from embodix.data.camera_map import camera_table, describe_cameras
 from embodix.data.column_reads import read_columns
-from embodix.data.embodiments import MemberPostprocessor, save_embodiments
-from embodix.data.files import files_of_samples
-from embodix.data.mixture import MixtureDataset, build_mixture
+from embodix.data.embodiments import MemberPostprocessor, ProcessorCall, ProcessorPair, member_config, save_embodiments
+from embodix.data.mixture_dataset import MixtureDataset, build_mixture, camera_table, describe_cameras
 from embodix.data.mixture_spec import MixtureSpec, decode_mixture, is_mixture
-from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder
+from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder, files_of_samples
 from embodix.data.preprocessing import LoopPreprocessor, PreprocessingCollate
-from embodix.data.processors import ProcessorCall, ProcessorPair, member_config
 from embodix.data.sample_sizes import SizedDataset
 from embodix.policies.support import support_of
 from embodix.training.order_sampler import OrderSampler

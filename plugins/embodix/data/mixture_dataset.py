@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lerobot.configs.default import DatasetConfig
 from lerobot.configs.policies import PreTrainedConfig
@@ -18,11 +18,13 @@ from lerobot.processor.rename_processor import rename_stats
 from lerobot.utils.constants import ACTION, OBS_STATE
 from torch.utils.data import Dataset
 
-from embodix.data.camera_map import CameraMap, map_cameras, policy_slots
-from embodix.data.mixture_spec import MemberSpec, MixtureSpec
+from embodix.data.mixture_spec import CameraMap, MemberSpec, MixtureSpec, map_cameras, policy_slots
 from embodix.data.order import MixtureOrder, SampleOrder
 from embodix.data.preprocessing import CAMERA_PAD_KEY, EMBODIMENT_KEY
 from embodix.policies.support import require_offered
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 BuildDataset = Callable[[TrainPipelineConfig], Any]
 
@@ -225,3 +227,38 @@ def image_sizes(members: Sequence[Member]) -> set[tuple[int, ...]]:
     """The image sizes (channels, height, width) of all cameras that are read."""
     features = [feature for member in members for feature in member.features.values()]
     return {tuple(feature.shape) for feature in features if feature.type is FeatureType.VISUAL}
+
+
+def describe_cameras(members: Sequence[Member]) -> list[dict[str, Any]]:
+    """One entry a camera and one for each slot a member lacks, for tables and the manifest."""
+    all_slots = list(dict.fromkeys(slot for member in members for slot in member.slots.values()))
+    rows: list[dict[str, Any]] = []
+    for member in members:
+        rows += [{"member": member.name, "camera": camera, "slot": slot} for camera, slot in member.cameras.items()]
+        filled = set(member.slots.values())
+        rows += [{"member": member.name, "camera": None, "slot": slot} for slot in all_slots if slot not in filled]
+    return rows
+
+
+def camera_table(members: Sequence[Member], quotas: Sequence[int]) -> Table:
+    """A rich table: members with their share and sizes, dataset camera -> slot, or absent."""
+    from rich.table import Table
+
+    table = Table(title="Mixture", title_justify="left")
+    for column in ("member", "share", "frames", "fps", "state", "action", "dataset camera", "policy slot"):
+        table.add_column(column, justify="right" if column in ("share", "frames", "fps", "state", "action") else "left")
+    rows = describe_cameras(members)
+    for member, quota in zip(members, quotas, strict=True):
+        meta = member.dataset.meta
+        sizes = [f"{quota / sum(quotas):.1%}", str(len(member.dataset)), str(meta.fps)]
+        leading = [member.name, *sizes, str(member.state_dim), str(member.action_dim)]
+        for row in (row for row in rows if row["member"] == member.name):
+            camera, slot = _short(row["camera"]), _short(row["slot"])
+            table.add_row(*leading, camera or "absent: 0 tokens", slot or "left out: not read")
+            leading = [""] * len(leading)
+        table.add_section()
+    return table
+
+
+def _short(camera: str | None) -> str | None:
+    return camera.removeprefix("observation.images.") if camera is not None else None
