@@ -16,7 +16,7 @@ from embodix.patching import replace_attribute
 from embodix.report.steps import read_steps
 from embodix.testing.datasets import write_dataset
 from embodix.testing.host_runs import train_here
-from embodix.training.order_sampler import OrderSampler
+from embodix.training.loader import OrderSampler
 from embodix.training.run_data import DataChoices, read_choices
 from embodix_pi05.testing import small_run
 

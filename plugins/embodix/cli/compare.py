@@ -12,8 +12,8 @@ from embodix.cli.hydra_app import run_hydra_app
 
 if TYPE_CHECKING:
     from embodix.report.compare import SpeedBound
+    from embodix.training.lockstep import Variant
     from embodix.training.session import TrainingSession
-    from embodix.training.side_by_side import Variant
 
 
 def compare_task(cfg: DictConfig) -> None:
@@ -24,7 +24,7 @@ def compare_task(cfg: DictConfig) -> None:
     from embodix.report.table import print_comparison
     from embodix.report.write import write_comparison
     from embodix.training.host_context import host_context
-    from embodix.training.side_by_side import compose_variants, measure_memory, train_side_by_side
+    from embodix.training.lockstep import compose_variants, measure_memory, train_side_by_side
 
     hydra_cfg = HydraConfig.get()
     output_dir = Path(hydra_cfg.runtime.output_dir)
