@@ -19,8 +19,7 @@ from embodix.packing.sample_cost import CostModel, SampleSizes
 from embodix.packing.sequence_length import SequenceLengthPacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
-from embodix_pi05.testing import random_batch, small_pi05
-from embodix_pi05.testing_runs import run_fast
+from embodix_pi05.testing import random_batch, run_fast, small_pi05
 from embodix_pi05.wrapper import Pi05Wrapper
 
 NUM_SAMPLES, PATCHES = 60, 4

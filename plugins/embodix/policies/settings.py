@@ -30,8 +30,6 @@ class FastPathSettings:
             mean over ranks of the whole step's, so that ranks and micro-batches together give the global mean.
         uneven_batches: batches of a step may differ in size, so that losses are normalised by ``reduce_count`` even
             where every element of a batch is valid.
-        camera_names: image keys of the columns of ``camera_is_pad``; None takes the batch's cameras in the order of
-            ``config.image_features``.
     """
 
     packer: Packer
@@ -41,7 +39,6 @@ class FastPathSettings:
     flow_samples: int = 1
     reduce_count: Callable[[Tensor], Tensor] | None = None
     uneven_batches: bool = False
-    camera_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _require_choice("vision_tokens", self.vision_tokens, ("upstream", "valid"))

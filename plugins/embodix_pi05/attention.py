@@ -11,7 +11,7 @@ rows, S rows of the padded prefix, H query heads, G key/value heads, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,16 @@ from torch import Tensor
 from embodix.attention.segments import Segments
 from embodix.contracts import AttentionBackend
 from embodix.packing.layout import PackedLayout
+
+
+class PrefixLm(Protocol):
+    """The attention of one step; indices, boundaries and masks are made once for all layers."""
+
+    def prefix(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, scale: float) -> Tensor: ...
+
+    def suffix(
+        self, q_RHD: Tensor, prefix_kv: tuple[Tensor, Tensor], suffix_kv: tuple[Tensor, Tensor], scale: float
+    ) -> Tensor: ...
 
 
 class VarlenPrefixLm:

@@ -17,9 +17,18 @@ from embodix.policies.installation import ALIGNED_ATTENTION
 from embodix.policies.settings import FastPathSettings
 from embodix_groot.architecture import PUBLIC_ARCHITECTURE
 from embodix_groot.fast_path import GrootFastPath
-from embodix_groot.padding_effect import padding_effect
-from embodix_groot.testing import SMALL_ARCHITECTURE, meta_groot, random_batch, small_groot
-from embodix_groot.testing_runs import fast_actions, reference_actions, run_reference, run_upstream, strengthen
+from embodix_groot.reference import padding_effect
+from embodix_groot.testing import (
+    SMALL_ARCHITECTURE,
+    fast_actions,
+    meta_groot,
+    random_batch,
+    reference_actions,
+    run_reference,
+    run_upstream,
+    small_groot,
+    strengthen,
+)
 from embodix_groot.wrapper import GrootN15Wrapper
 
 NUM_PATCHES = 4

@@ -10,8 +10,7 @@ from embodix.attention.cpu import SegmentSdpa
 from embodix.contracts import ChecksReference
 from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
-from embodix_groot.testing import SMALL_ARCHITECTURE, random_batch, small_groot
-from embodix_groot.testing_runs import strengthen
+from embodix_groot.testing import SMALL_ARCHITECTURE, random_batch, small_groot, strengthen
 from embodix_groot.wrapper import GrootInstallation, GrootN15Wrapper
 
 TEXTS, IMAGES = [2, 12, 5], [1, 3, 2]
