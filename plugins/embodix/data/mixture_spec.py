@@ -28,7 +28,7 @@ class MemberSpec:
         weight: its share of the draws, relative to the others'; None in every member for shares by size.
         cameras: dataset camera -> policy slot; a camera mapped to None, or left out of a mapping that is given, is
             not read. None keeps every camera under its own name. The prefix ``observation.images.`` may be left out.
-        embodiment_tag: GR00T's embodiment; None for the policy config's.
+        embodiment_tag: for a policy whose config has one; None for the config's.
     """
 
     name: str
