@@ -11,8 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -23,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from embodix.config.compose import CONFIG_MODULE, compose, config_packages, register_schemas
+from embodix.config.compose import CONFIG_MODULE, compose, config_names, register_schemas
 from embodix.patching import PatchError
 
 CONFIG_PACKAGE = f"pkg://{CONFIG_MODULE}"
@@ -38,7 +36,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     Returns:
         0, or 1 after a user's mistake was printed (set HYDRA_FULL_ERROR=1 for the traceback).
     """
-    register_schemas()
+    register_schemas(config_name)
     sys.argv = [sys.argv[0], *argv]
     wants_traceback = os.environ.get(FULL_ERROR) == "1"
     os.environ[FULL_ERROR] = "1"  # Hydra then raises instead of printing and leaving
@@ -87,13 +85,11 @@ def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
 
 def _misplaced_hints(config_name: str, overrides: list[Override]) -> list[str]:
     """For experiments of other commands."""
-    found = [file for package in config_packages() for file in files(package).iterdir()]
-    config_names = sorted(Path(file.name).stem for file in found if file.name.endswith(".yaml"))
     hints = []
     for line in (str(o.input_line) for o in overrides if o.key_or_group == "experiment"):
         if _composes(config_name, line):
             continue
-        if fitting := [name for name in config_names if name != config_name and _composes(name, line)]:
+        if fitting := [name for name in config_names() if name != config_name and _composes(name, line)]:
             hints.append(f"{line} belongs to {', '.join(fitting)}; {config_name} can't have it.")
     return hints
 

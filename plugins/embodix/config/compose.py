@@ -15,10 +15,14 @@ from embodix import plugins
 CONFIG_MODULE = "embodix.hydra_conf"
 
 
-def register_schemas() -> None:
-    """Make every verb's schema known to Hydra."""
-    for register in plugins.registry().resolve_all("schemas").values():
-        register()
+def register_schemas(config_name: str) -> None:
+    """Make schemas known to Hydra: all, without those of other primary configs where this one has its own."""
+    registry = plugins.registry()
+    names = registry.names("schemas")
+    others = set(config_names()) - {config_name} if config_name in names else ()
+    for name in names:
+        if name not in others:
+            registry.resolve("schemas", name)()
 
 
 def config_packages() -> list[str]:
@@ -26,6 +30,12 @@ def config_packages() -> list[str]:
     registered = plugins.registry().implementations["config_packages"].values()
     found = [registration.target.partition(":")[0] for registration in registered]
     return sorted(found, key=lambda package: package != CONFIG_MODULE)
+
+
+def config_names() -> list[str]:
+    """Names of the primary configs of all packages."""
+    found = [file for package in config_packages() for file in files(package).iterdir()]
+    return sorted(Path(file.name).stem for file in found if file.name.endswith(".yaml"))
 
 
 def options_of(group: str) -> list[str]:
@@ -43,7 +53,7 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
     Raises:
         hydra.errors.HydraException: a group, option or field that does not exist.
     """
-    register_schemas()
+    register_schemas(config_name)
     if GlobalHydra.instance().is_initialized():
         return hydra.compose(config_name, overrides=overrides)
     with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
