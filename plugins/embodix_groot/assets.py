@@ -85,7 +85,7 @@ def prepare_assets(parent: Path, settings: AssetSettings) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=parent) as stage:
             unfinished = Path(stage) / "assets"
-            _write(unfinished, folder, settings)
+            write_files(unfinished, folder, settings)
             with contextlib.suppress(OSError):  # another process was faster; its folder is checked below
                 unfinished.rename(folder)
     require_unchanged(folder)
@@ -109,7 +109,7 @@ def require_unchanged(folder: Path) -> None:
         )
 
 
-def _write(folder: Path, final: Path, settings: AssetSettings) -> None:
+def write_files(folder: Path, final: Path, settings: AssetSettings) -> None:
     from lerobot.policies.groot.groot_n1 import DEFAULT_VENDOR_EAGLE_PATH
 
     # Upstream looks for its own Python files beside the processor's settings.
@@ -119,7 +119,7 @@ def _write(folder: Path, final: Path, settings: AssetSettings) -> None:
     write_tokenizer(folder, corpus, architecture["language"]["vocab_size"])
     for name, content in _eagle_files(architecture).items():
         write_json(folder / name, content)
-    _write_base_model(folder, final, settings)
+    write_base_model(folder, final, settings)
     write_json(folder / RECORD_FILE, {"settings": settings.to_json(), "files": _file_digests(folder)})
 
 
@@ -151,7 +151,7 @@ def _eagle_files(architecture: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _write_base_model(folder: Path, final: Path, settings: AssetSettings) -> None:
+def write_base_model(folder: Path, final: Path, settings: AssetSettings) -> None:
     import torch
     from lerobot.policies.groot.groot_n1 import GR00TN15, GR00TN15Config
 

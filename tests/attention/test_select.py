@@ -211,7 +211,7 @@ def test_flex_masks_segments_and_buckets(monkeypatch, causal):
     from torch.nn.attention.flex_attention import flex_attention
 
     backend = Flex()
-    backend._compiled = flex_attention
+    backend.kernel = flex_attention
     segments = Segments.from_lengths((70, 33), (90, 33))
     q, k, v = torch.randn(103, 4, 16), torch.randn(123, 1, 16), torch.randn(123, 1, 16)
     for _ in range(2):
@@ -221,7 +221,7 @@ def test_flex_masks_segments_and_buckets(monkeypatch, causal):
             rtol=1e-4,
             atol=1e-5,
         )
-    assert len(backend._masks) == 1
+    assert len(backend.masks) == 1
 
 
 def test_blind_rows_of_a_kernel_are_zeroed():

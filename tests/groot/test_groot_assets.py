@@ -49,7 +49,7 @@ def test_made_without_network(tmp_path):
 
 
 def test_used_again_when_equal(folder, monkeypatch):
-    monkeypatch.setattr(assets_module, "_write", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr(assets_module, "write_files", lambda *_: pytest.fail("written again"))
     assert prepare_assets(folder.parent, SETTINGS) == folder
 
 
@@ -71,20 +71,20 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(assets_module, "_write_base_model", fail)
+    monkeypatch.setattr(assets_module, "write_base_model", fail)
     with pytest.raises(KeyboardInterrupt):
         prepare_assets(tmp_path, SETTINGS)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_faster_process_wins(tmp_path, monkeypatch):
-    write = assets_module._write
+    write = assets_module.write_files
 
     def overtaken(unfinished, final, settings):
         write(unfinished, final, settings)
         shutil.copytree(assets(), final)
 
-    monkeypatch.setattr(assets_module, "_write", overtaken)
+    monkeypatch.setattr(assets_module, "write_files", overtaken)
     made = prepare_assets(tmp_path, SETTINGS)
     assert (made / RECORD_FILE).read_bytes() == (assets() / RECORD_FILE).read_bytes()
     assert list(tmp_path.iterdir()) == [made]

@@ -108,7 +108,7 @@ def test_a_base_model_that_does_not_fit_names_its_tensors(base, change, message)
 def test_upstreams_connector_is_drawn_anew_and_found(base, monkeypatch):
     """The fault itself: without the guard the connector is not the file's; the check names it, upstream does not."""
     unguarded = Eagle25VLPreTrainedModel._init_weights
-    monkeypatch.setattr(lerobot_groot_runs, "_keeping_loaded_weights", lambda _: unguarded)
+    monkeypatch.setattr(lerobot_groot_runs, "keeping_loaded_weights", lambda _: unguarded)
     with pytest.raises(WeightLoadError, match=rf"(?s)different from the file \(\d\):.*{CONNECTOR}"):
         load_base(base, STRICT)
     policy = load_base(base, RUNS)

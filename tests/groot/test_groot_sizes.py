@@ -194,6 +194,6 @@ def test_flash_attention_is_taken_only_where_it_runs(monkeypatch):
         config.device = device
         chosen = []
         policy = type("Policy", (), {"config": config})()
-        runs._naming_the_policy(lambda _, chosen=chosen: chosen.append(runs._flash_attention_runs()))(policy)
+        runs.naming_the_policy(lambda _, chosen=chosen: chosen.append(runs.flash_attention_runs()))(policy)
         assert chosen == [wanted], (device, use_bf16)
-    assert not runs._flash_attention_runs()
+    assert not runs.flash_attention_runs()

@@ -196,8 +196,8 @@ class Flex:
     bucket = 128
 
     def __init__(self) -> None:
-        self._compiled: Callable[..., Any] | None = None
-        self._masks: dict[tuple[tuple[int, ...], tuple[int, ...], bool, torch.device], Any] = {}
+        self.kernel: Callable[..., Any] | None = None
+        self.masks: dict[tuple[tuple[int, ...], tuple[int, ...], bool, torch.device], Any] = {}
 
     def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cuda":
@@ -216,11 +216,11 @@ class Flex:
         scale: float | None = None,
     ) -> Tensor:
         require_packed(q_NHD, k_MGD, v_MGD, segments)
-        if self._compiled is None:
+        if self.kernel is None:
             flex = importlib.import_module("torch.nn.attention.flex_attention")
-            self._compiled = torch.compile(flex.flex_attention, dynamic=False)
+            self.kernel = torch.compile(flex.flex_attention, dynamic=False)
         num_q = q_NHD.shape[0]
-        out_1HND = self._compiled(
+        out_1HND = self.kernel(
             self._bucketed(q_NHD),
             self._bucketed(k_MGD),
             self._bucketed(v_MGD),
@@ -238,11 +238,11 @@ class Flex:
     def _block_mask(self, segments: Segments, causal: bool, device: torch.device) -> Any:
         """The block mask of these segments; the last few are kept, since all layers of a step share them."""
         key = (segments.lengths_q, segments.lengths_k, causal, device)
-        if key not in self._masks:
-            if len(self._masks) >= 8:
-                self._masks.pop(next(iter(self._masks)))
-            self._masks[key] = self._build_block_mask(segments, causal, device)
-        return self._masks[key]
+        if key not in self.masks:
+            if len(self.masks) >= 8:
+                self.masks.pop(next(iter(self.masks)))
+            self.masks[key] = self._build_block_mask(segments, causal, device)
+        return self.masks[key]
 
     def _build_block_mask(self, segments: Segments, causal: bool, device: torch.device) -> Any:
         flex = importlib.import_module("torch.nn.attention.flex_attention")
