@@ -52,6 +52,7 @@ def test_a_base_model_is_the_file(base):
     policy = load_base(base, STRICT)
     stored, loaded = load_file(base / "model.safetensors"), policy._groot_model.state_dict()
     assert loaded.keys() == stored.keys()
+    assert len(stored) > 50
     assert [name for name in stored if not torch.equal(stored[name], loaded[name])] == []
     assert not any(buffer.is_meta for buffer in policy.buffers())
 
@@ -154,6 +155,7 @@ def test_a_fine_tuned_checkpoint_is_the_file(checkpoint):
     policy, folder = checkpoint
     assert json.loads((folder / "config.json").read_text())["type"] == "groot"
     loaded = load_checkpoint(folder, STRICT).state_dict()
+    assert len(policy.state_dict()) > 50
     assert [name for name, tensor in policy.state_dict().items() if not torch.equal(tensor, loaded[name])] == []
 
 

@@ -52,7 +52,12 @@ def compare_gradients(got: Gradients, wanted: Gradients) -> GradientComparison:
 
     The bias of a key projection shifts all scores of a query alike, so its true gradient is zero and what is
     computed is rounding error: it is measured against the gradient of the same projection's weight.
+
+    Raises:
+        ValueError: no gradient to compare with.
     """
+    if all(gradient is None for gradient in wanted.values()):
+        raise ValueError(f"None of {len(wanted)} parameters has a gradient to compare with; call backward first.")
     comparison = GradientComparison()
     comparison.structure = sorted(set(got) ^ set(wanted))
     norms = {name: float(value.double().norm()) for name, value in wanted.items() if value is not None}
