@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from embodix.packing.bins import Bins
     from embodix.packing.layout import PackedLayout
     from embodix.packing.sample_cost import CostModel, IntArray, SampleSizes
-    from embodix.policies.flow import FlowSizes, RecomputedSteps
+    from embodix.policies.flow_host import FlowSizes, RecomputedSteps
     from embodix.policies.settings import FastPathSettings, ReferenceCheck, TokenCounts
 
 ModuleKind = Literal["language_linear", "embedding", "unused_head", "vision", "connector", "action_head", "other"]
@@ -251,7 +251,7 @@ class PolicySupport:
         raise self._not_offered("a merger of several embodiments' batches", "dataset=lerobot")
 
     def flow(self, policy: Any, settings: FastPathSettings) -> Any:
-        """The policy as a flow whose samples have log-probabilities (``embodix.policies.flow.FlowHost``).
+        """The policy as a flow whose samples have log-probabilities (``embodix.policies.flow_host.FlowHost``).
 
         Raises:
             NotOfferedError: there is none.

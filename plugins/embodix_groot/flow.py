@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embodix.policies.flow import Batch, FlowSizes, RecomputedSteps, mean_over_tokens
+from embodix.policies.flow_host import Batch, FlowSizes, RecomputedSteps, mean_over_tokens
 from embodix.policies.settings import FastPathSettings
 from embodix_groot.action_head import (
     action_features,

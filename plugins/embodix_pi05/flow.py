@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from embodix.data.preprocessing import CAMERA_PAD_KEY
-from embodix.policies.flow import Batch, FlowSizes, RecomputedSteps, mean_over_tokens
+from embodix.policies.flow_host import Batch, FlowSizes, RecomputedSteps, mean_over_tokens
 from embodix.policies.settings import FastPathSettings
 from embodix_pi05.fast_path import TOKEN_MASK_KEY, TOKENS_KEY, Pi05FastPath
 from embodix_pi05.inference import ActionSampler

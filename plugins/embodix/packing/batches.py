@@ -58,7 +58,7 @@ class ScheduledCost:
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """One optimizer step.
 
     Attributes:
@@ -130,10 +130,10 @@ class BatchStream:
         scaled = model.in_tokens(self._sizes)
         self._schedule.append(ScheduledCost(scaled, self.position.num_bins, self.position.epoch + 1))
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[OptimizerStep]:
         return self
 
-    def __next__(self) -> Step:
+    def __next__(self) -> OptimizerStep:
         start = self.position
         bins, position = [], start
         for _ in range(self._num_ranks * self._composer.bins_per_step):
@@ -144,7 +144,7 @@ class BatchStream:
         costs = [float(costs_N[samples].sum()) for samples in bins]
         ranks = assign_to_ranks(costs, self._num_ranks)
         self.position = position
-        return Step(
+        return OptimizerStep(
             ranks=[[bins[index] for index in indices] for indices in ranks],
             costs=[[costs[index] for index in indices] for indices in ranks],
             end=position,

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from embodix.data.order import SampleOrder
 from embodix.data.preprocessing import MicroBatches
-from embodix.packing.batches import BatchStream, Step
+from embodix.packing.batches import BatchStream, OptimizerStep
 
 LOADER_STATE = "embodix_loader.safetensors"
 _NUM_BATCHES, _ORDER_EPOCH, _SAMPLER = "num_batches", "order_epoch", "sampler_generator"
@@ -223,11 +223,11 @@ class StepLoader:
         before_step: Callable[[], None],
         after_step: Callable[[Any], None],
     ) -> None:
-        self.step: Step | None = None
+        self.step: OptimizerStep | None = None
         self._stream, self._steps, self._rank = stream, steps, rank
         self._device, self._options = device, options
         self._before_step, self._after_step = before_step, after_step
-        self._planned: deque[Step] = deque()
+        self._planned: deque[OptimizerStep] = deque()
 
     def stream_state(self) -> dict[str, Any] | None:
         """The stream's state after the last step, None before the first."""
