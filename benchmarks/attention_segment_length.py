@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from embodix.attention import Segments
-from embodix.attention.segment import SegmentGemm, SegmentSdpa, SegmentTransposed
-from embodix.attention.segment_batch import batched_attention
+from embodix.attention.cpu import SegmentGemm, SegmentSdpa, SegmentTransposed, batched_attention
 from embodix.report.benchmark import require_quotable, write_benchmark
 
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)

@@ -29,11 +29,11 @@ import torch
 from gpu_policies import PROMPT_LENGTHS, REDUCED_GROOT, attempt, groot_of, real_pi05, reduced_pi05, seconds_of
 
 from embodix.attention import Segments
+from embodix.attention.cpu import SegmentSdpa
 from embodix.attention.cuda import FlashAttention2, FlashAttention4, Flex, TorchVarlen
-from embodix.attention.reference import reference_attention
-from embodix.attention.segment import SegmentSdpa
+from embodix.attention.select import reference_attention
 from embodix.contracts import AttentionBackend, PolicyWrapper
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.testing.errors import compare_gradients, gradients_of, relative_error

@@ -23,7 +23,7 @@ from gpu_policies import PROMPT_LENGTHS, REDUCED_GROOT, attempt, groot_of, real_
 
 from embodix import plugins
 from embodix.attention.select import choose_backend
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import relative_error
 from embodix_fp8.blocks import quantize_blocks

@@ -21,8 +21,8 @@ import torch
 from gpu_policies import PROMPT_LENGTHS, REDUCED_GROOT, attempt, groot_of, real_pi05, reduced_pi05, seconds_of
 from torch import Tensor, nn
 
-from embodix.attention.segment import SegmentSdpa
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentSdpa
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix_fp8.precision.block_scaling import TransformerEngineKernel, transformer_engine_problem
 from embodix_fp8.precision.gemm_gate import GemmGate

@@ -25,15 +25,14 @@ from typing import Any
 
 import torch
 
-from embodix.attention.segment import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.testing.errors import compare_gradients
 from embodix.training.flops import flop_counter
-from embodix_groot.padding_effect import padding_effect
-from embodix_groot.testing import random_batch, small_groot
-from embodix_groot.testing_runs import run_fast, run_reference
+from embodix_groot.reference import padding_effect
+from embodix_groot.testing import random_batch, run_fast, run_reference, small_groot
 from embodix_groot.wrapper import GrootN15Wrapper
 
 ONE_EIGHTH: dict[str, Any] = {

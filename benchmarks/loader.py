@@ -28,8 +28,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from torch.utils.data import DataLoader
 
 from embodix.data.column_reads import read_columns
-from embodix.data.files import files_of_samples
-from embodix.data.order import ShuffledOrder, WindowShuffledOrder
+from embodix.data.order import ShuffledOrder, WindowShuffledOrder, files_of_samples
 from embodix.patching import patched
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.testing.datasets import write_dataset

@@ -21,10 +21,9 @@ import numpy as np
 
 from embodix.contracts import BatchComposer
 from embodix.data.order import ShuffledOrder
-from embodix.packing.batches import BatchStream
+from embodix.packing.batches import BatchStream, FixedCountComposer
 from embodix.packing.bins import Limits
-from embodix.packing.composer import FixedCountComposer
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import SampleSizes
 from embodix.packing.token_budget import ALGORITHMS, TokenBudgetPacker
 from embodix.report.benchmark import require_quotable, write_benchmark
 

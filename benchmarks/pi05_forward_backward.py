@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from embodix.attention.segment import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.testing.errors import compare_gradients, gradients_of

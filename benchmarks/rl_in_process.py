@@ -28,11 +28,11 @@ from lerobot.envs.factory import make_env_pre_post_processors
 from lerobot.envs.utils import preprocess_observation
 from torch import Tensor
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import LoadedPolicy, PolicyChoices, loaded_policy
 from embodix.evaluation.simulators import StepOutcome
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix_metaworld.environment import EmbodixMetaworldConfig

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from pi05_forward_backward import CAMERAS, ONE_EIGHTH
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.contracts import BatchComposer, Packer
 from embodix.data.order import ShuffledOrder
-from embodix.packing.batches import BatchStream
-from embodix.packing.composer import FixedCountComposer
-from embodix.packing.packers import PaddedPacker
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.batches import BatchStream, FixedCountComposer
+from embodix.packing.layout import PaddedPacker
+from embodix.packing.sample_cost import SampleSizes
 from embodix.packing.token_budget import TokenBudgetPacker
 from embodix.policies.settings import FastPathSettings, TokenCounts
 from embodix.report.benchmark import require_quotable, write_benchmark

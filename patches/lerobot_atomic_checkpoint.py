@@ -34,7 +34,7 @@ def apply(
     from lerobot.scripts import lerobot_train
     from lerobot.utils.constants import LAST_CHECKPOINT_LINK
 
-    from embodix.training.checkpoint_links import move_link
+    from embodix.training.checkpoint_evaluation import move_link
 
     save_in_place = lerobot_train.save_checkpoint
 

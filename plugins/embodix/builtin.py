@@ -8,7 +8,7 @@ from embodix.hookspecs import Registration, hookimpl
 
 @hookimpl
 def register_packers() -> list[Registration]:
-    packing = "embodix.packing.packers"
+    packing = "embodix.packing.layout"
     return [
         Registration("none", f"{packing}:PaddedPacker", "compute every prefix row, padding included, as upstream"),
         Registration("padding_free", f"{packing}:PaddingFreePacker", "compute valid prefix rows only, same batches"),
@@ -27,7 +27,7 @@ def register_packers() -> list[Registration]:
 
 @hookimpl
 def register_attention_backends() -> list[Registration]:
-    cpu, cuda = "embodix.attention.segment", "embodix.attention.cuda"
+    cpu, cuda = "embodix.attention.cpu", "embodix.attention.cuda"
     return [
         Registration("segment_gemm", f"{cpu}:SegmentGemm", "one GEMM pair a segment, grouped heads folded (CPU)"),
         Registration("segment_sdpa", f"{cpu}:SegmentSdpa", "torch SDPA a segment, no mask (any device)"),
@@ -68,8 +68,8 @@ def register_verbs() -> list[Registration]:
 @hookimpl
 def register_schemas() -> list[Registration]:
     return [
-        Registration("train", "embodix.schema.train:register", "`lerobot train`, `compare` and `plan`"),
-        Registration("eval", "embodix.schema.eval:register", "`lerobot eval`"),
+        Registration("train", "embodix.config.train_schema:register", "`lerobot train`, `compare` and `plan`"),
+        Registration("eval", "embodix.config.eval_schema:register", "`lerobot eval`"),
         Registration("quantize", "embodix.schema.quantize:register", "`lerobot quantize`"),
     ]
 

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from embodix.data.sample_sizes import SizedDataset
     from embodix.evaluation.simulators import StepOutcome
     from embodix.packing.bins import Bins
-    from embodix.packing.cost import CostModel
     from embodix.packing.layout import PackedLayout
-    from embodix.packing.sizes import IntArray, SampleSizes
-    from embodix.policies.flow import FlowSizes, RecomputedSteps
+    from embodix.packing.sample_cost import CostModel, IntArray, SampleSizes
+    from embodix.policies.flow_host import FlowSizes, RecomputedSteps
     from embodix.policies.settings import FastPathSettings, ReferenceCheck, TokenCounts
 
 ModuleKind = Literal["language_linear", "embedding", "unused_head", "vision", "connector", "action_head", "other"]
@@ -103,6 +102,9 @@ class AttentionBackend(Protocol):
 
     Causal masks are aligned to the last key (a query segment shorter than its key segment sees all earlier keys).
     A query that may see no key gives 0.
+
+    A backend may state ``preference``, an int or None: its place in the order in which ``auto`` tries backends, the
+    lowest first. Those of the core have 10 to 70, fastest first; a backend without one comes after all that have.
     """
 
     name: str
@@ -240,7 +242,7 @@ class PolicySupport:
 
         Args:
             policy_cfg: upstream's config.
-            members: ``embodix.data.mixture.Member`` each.
+            members: ``embodix.data.mixture_dataset.Member`` each.
             preprocessors: upstream's, of each member.
 
         Raises:
@@ -249,7 +251,7 @@ class PolicySupport:
         raise self._not_offered("a merger of several embodiments' batches", "dataset=lerobot")
 
     def flow(self, policy: Any, settings: FastPathSettings) -> Any:
-        """The policy as a flow whose samples have log-probabilities (``embodix.policies.flow.FlowHost``).
+        """The policy as a flow whose samples have log-probabilities (``embodix.policies.flow_host.FlowHost``).
 
         Raises:
             NotOfferedError: there is none.

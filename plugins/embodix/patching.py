@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from embodix import plugins
 
 
@@ -57,6 +55,8 @@ class Patch:
 
 def version_problem(distribution: str, wanted: str) -> str | None:
     """Why the installed version of ``distribution`` is outside ``wanted``, or None when it fits."""
+    from packaging.specifiers import SpecifierSet
+
     try:
         found = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -166,7 +166,7 @@ def load_plugins(entry_points: Iterable[importlib.metadata.EntryPoint] | None = 
 
 
 def _load_one(registry: PluginRegistry, entry_point: importlib.metadata.EntryPoint) -> None:
-    distribution = f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "unknown"
+    distribution = _named(entry_point.dist) if entry_point.dist else "unknown"
     try:
         found = _registrations_of(entry_point)
     except Exception:
@@ -177,6 +177,12 @@ def _load_one(registry: PluginRegistry, entry_point: importlib.metadata.EntryPoi
     for kind, registrations in found.items():
         for registration in registrations:
             _add(registry, kind, registration, entry_point.name)
+
+
+@functools.cache  # each access to the name or version of a distribution reads its metadata anew
+def _named(distribution: importlib.metadata.Distribution) -> str:
+    metadata = distribution.metadata
+    return f"{metadata['Name']} {metadata['Version']}"
 
 
 def _registrations_of(entry_point: importlib.metadata.EntryPoint) -> dict[str, list[Registration]]:

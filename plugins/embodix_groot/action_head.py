@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The action head: self-attention over the features, and the diffusion transformer (DiT) that reads them.
+"""The action head: self-attention over the features, the diffusion transformer (DiT) that reads them, loss and sampler.
 
 Sources: lerobot/policies/groot/action_head/{flow_matching_action_head,cross_attention_dit}.py and diffusers'
-``Attention``. The features stay packed; the action side is dense, K tokens a sequence (state, future, actions).
+``Attention``. The features stay packed; the action side is dense, K tokens a sequence (state, future, actions). A
+sampler computes features, context and its keys and values once, then the denoising steps.
 
-Shape suffixes: B samples, R action sequences (samples x flow samples), N computed rows, W width of the features, K
-tokens of one action sequence, E width of the DiT, T action steps, A padded action dimensions, H heads, D head_dim.
+Shape suffixes: B samples, F flow samples an observation, R = B * F action sequences, N computed rows, W width of the
+features, K tokens of one action sequence, E width of the DiT, T action steps, A padded action dimensions, H heads, D
+head_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from embodix.policies.settings import DenoisingObserver
 from embodix_groot.attention import TokenAttention
 
 KeysValues = list[tuple[Tensor, Tensor] | None]
@@ -138,3 +142,103 @@ def _project_out(projections: Any, heads: Tensor) -> Tensor:
 
 def _heads(rows: Tensor, num_heads: int) -> Tensor:
     return rows.unflatten(-1, (num_heads, -1))
+
+
+def draw_noise_and_time(head: Any, actions_BTA: Tensor, num_flow: int) -> tuple[Tensor, Tensor]:
+    """``[B, F, T, A]`` noise and ``[B, F]`` time by upstream's calls, noise first as upstream draws them."""
+    draws = [
+        (
+            torch.randn(actions_BTA.shape, device=actions_BTA.device, dtype=actions_BTA.dtype),
+            head.sample_time(actions_BTA.shape[0], device=actions_BTA.device, dtype=actions_BTA.dtype),
+        )
+        for _ in range(num_flow)
+    ]
+    noise, time = zip(*draws, strict=True)
+    return torch.stack(noise, dim=1), torch.stack(time, dim=1)
+
+
+def flow_matching_losses(
+    head: Any,
+    features_NW: Tensor,
+    positions_N: Tensor,
+    inputs: Any,
+    draw: Callable[[Tensor], tuple[Tensor, Tensor]],
+    attention: TokenAttention,
+) -> Tensor:
+    """``[B, F, T, A]`` squared error of the velocity field, before upstream's ``action_mask``.
+
+    Args:
+        inputs: the prepared batch: ``state``, ``action`` and ``embodiment_id``.
+        draw: noise ``[B, F, T, A]`` and time ``[B, F]`` for actions ``[B, T, A]``.
+    """
+    head.set_frozen_modules_to_eval_mode()
+    context_NW = encode_context(head, features_NW, positions_N, attention)
+    state_B1E = head.state_encoder(inputs["state"], inputs["embodiment_id"])
+    actions_BTA = inputs["action"]
+    noise_BFTA, time_BF = draw(actions_BTA)
+    num_flow = noise_BFTA.shape[1]
+    actions_B1TA, time_BF11 = actions_BTA[:, None], time_BF[..., None, None]
+    noisy_BFTA = (1 - time_BF11) * noise_BFTA + time_BF11 * actions_B1TA
+    timesteps_R = (time_BF.flatten() * head.num_timestep_buckets).long()
+    embodiments_R = inputs["embodiment_id"].repeat_interleave(num_flow)
+    state_R1E = state_B1E.repeat_interleave(num_flow, dim=0)
+    sequence_RKE = embed_actions(head, state_R1E, noisy_BFTA.flatten(0, 1), timesteps_R, embodiments_R)
+    keys_values = context_keys_values(head.model, context_NW)
+    velocity_RTA = predict_velocity(head, sequence_RKE, keys_values, timesteps_R, embodiments_R, attention)
+    return F.mse_loss(velocity_RTA.view_as(noise_BFTA), actions_B1TA - noise_BFTA, reduction="none")
+
+
+def reduce_masked(
+    losses_BFTA: Tensor, mask_BTA: Tensor, reduction: str, reduce_count: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """Sum over the elements of the mask by their number, as upstream; ``none`` does so sample by sample.
+
+    ``reduce_count`` gives the mean count over ranks, and DDP averages the gradients, so the ranks together get total
+    sum / total count.
+    """
+    weights_BFTA = mask_BTA.to(torch.float32)[:, None].expand_as(losses_BFTA)
+    weighted_BFTA = losses_BFTA * weights_BFTA
+    if reduction == "none":
+        return weighted_BFTA.sum(dim=(1, 2, 3)) / weights_BFTA.sum(dim=(1, 2, 3)).clamp(min=1)
+    count = weights_BFTA.sum()
+    if reduce_count is not None:
+        count = reduce_count(count)
+    return weighted_BFTA.sum() / count.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+@torch.no_grad()
+def sample_actions(
+    head: Any,
+    features_NW: Tensor,
+    positions_N: Tensor,
+    inputs: Any,
+    attention: TokenAttention,
+    noise_BTA: Tensor | None = None,
+    observe: DenoisingObserver | None = None,
+) -> Tensor:
+    """``[B, T, A]`` actions (upstream: ``FlowmatchingActionHead.get_action``).
+
+    Args:
+        inputs: the prepared batch: ``state`` and ``embodiment_id``.
+        noise_BTA: where denoising starts; drawn as upstream draws it when not given.
+        observe: called with the state after every step.
+    """
+    context_NW = encode_context(head, features_NW, positions_N, attention)
+    embodiments_B = inputs["embodiment_id"]
+    state_B1E = head.state_encoder(inputs["state"], embodiments_B)
+    batch_size, device = state_B1E.shape[0], context_NW.device
+    if noise_BTA is None:
+        size = (batch_size, head.config.action_horizon, head.config.action_dim)
+        noise_BTA = torch.randn(size=size, dtype=context_NW.dtype, device=device)
+    actions_BTA = noise_BTA
+    keys_values = context_keys_values(head.model, context_NW)
+    num_steps = head.num_inference_timesteps
+    for step in range(num_steps):
+        timestep = int(step / float(num_steps) * head.num_timestep_buckets)
+        timesteps_B = torch.full(size=(batch_size,), fill_value=timestep, device=device)
+        sequence_BKE = embed_actions(head, state_B1E, actions_BTA, timesteps_B, embodiments_B)
+        velocity_BTA = predict_velocity(head, sequence_BKE, keys_values, timesteps_B, embodiments_B, attention)
+        actions_BTA = actions_BTA + 1.0 / num_steps * velocity_BTA
+        if observe is not None:
+            observe(step, actions_BTA)
+    return actions_BTA

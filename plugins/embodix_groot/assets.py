@@ -25,16 +25,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lerobot.configs.train import TrainPipelineConfig
+from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
+from omegaconf import DictConfig, OmegaConf
+
 from embodix.data.recording_files import write_json
 from embodix.patching import patched
 from embodix_groot.architecture import (
     IMAGE_TOKEN,
+    SPECIAL_TOKENS,
     eagle_config,
     groot_config,
     tokens_per_image,
     validate_architecture,
 )
-from embodix_groot.assets_tokenizer import write_tokenizer
 
 RECORD_FILE, BASE_MODEL = "embodix_assets.json", "base_model"
 LAYOUT = 1  # counts changes of what is written for the same settings
@@ -81,7 +85,7 @@ def prepare_assets(parent: Path, settings: AssetSettings) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=parent) as stage:
             unfinished = Path(stage) / "assets"
-            _write(unfinished, folder, settings)
+            write_files(unfinished, folder, settings)
             with contextlib.suppress(OSError):  # another process was faster; its folder is checked below
                 unfinished.rename(folder)
     require_unchanged(folder)
@@ -105,7 +109,7 @@ def require_unchanged(folder: Path) -> None:
         )
 
 
-def _write(folder: Path, final: Path, settings: AssetSettings) -> None:
+def write_files(folder: Path, final: Path, settings: AssetSettings) -> None:
     from lerobot.policies.groot.groot_n1 import DEFAULT_VENDOR_EAGLE_PATH
 
     # Upstream looks for its own Python files beside the processor's settings.
@@ -115,7 +119,7 @@ def _write(folder: Path, final: Path, settings: AssetSettings) -> None:
     write_tokenizer(folder, corpus, architecture["language"]["vocab_size"])
     for name, content in _eagle_files(architecture).items():
         write_json(folder / name, content)
-    _write_base_model(folder, final, settings)
+    write_base_model(folder, final, settings)
     write_json(folder / RECORD_FILE, {"settings": settings.to_json(), "files": _file_digests(folder)})
 
 
@@ -147,7 +151,7 @@ def _eagle_files(architecture: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _write_base_model(folder: Path, final: Path, settings: AssetSettings) -> None:
+def write_base_model(folder: Path, final: Path, settings: AssetSettings) -> None:
     import torch
     from lerobot.policies.groot.groot_n1 import GR00TN15, GR00TN15Config
 
@@ -174,3 +178,159 @@ def _file_digests(folder: Path) -> dict[str, str]:
         for path in files
         if path.name != RECORD_FILE
     }
+
+
+NUM_BYTES = 256
+
+# Each image becomes `<image-1>`, which the Eagle processor replaces by the image's tokens; the text follows.
+CHAT_TEMPLATE = """\
+{%- set images = namespace(count=0) -%}
+{%- for message in messages -%}
+{%- if loop.first and message['role'] != 'system' -%}
+{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif -%}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['content'] is string -%}
+{{ message['content'] }}
+{%- else -%}
+{%- for content in message['content'] -%}
+{%- if content['type'] == 'image' -%}
+{%- set images.count = images.count + 1 -%}
+{{ '<image-' ~ images.count ~ '>' }}
+{%- elif content['type'] == 'text' -%}
+{{ content['text'] }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+
+
+def write_tokenizer(folder: Path, instructions: Sequence[str], vocab_size: int) -> None:
+    """Train byte-level BPE on the instructions and write every file that upstream's Eagle folder has for it.
+
+    Args:
+        folder: an existing folder.
+        instructions: the corpus; any other text is covered byte by byte.
+        vocab_size: the most tokens, all ids being below it; a small corpus needs fewer.
+
+    Raises:
+        ValueError: ``vocab_size`` is too small for the special tokens and all bytes.
+    """
+    from transformers import Qwen2Tokenizer
+
+    smallest = len(SPECIAL_TOKENS) + NUM_BYTES
+    if vocab_size < smallest:
+        raise ValueError(
+            f"architecture.language.vocab_size must be at least {smallest}, for {len(SPECIAL_TOKENS)} special tokens "
+            f"and {NUM_BYTES} bytes; got {vocab_size}."
+        )
+    vocab, merges = _train(instructions, vocab_size)
+    endoftext, _, im_end, *_ = SPECIAL_TOKENS
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab,
+        merges=merges,
+        unk_token=endoftext,
+        pad_token=endoftext,
+        eos_token=im_end,
+        additional_special_tokens=list(SPECIAL_TOKENS),
+        chat_template=CHAT_TEMPLATE,
+    )
+    tokenizer.save_pretrained(folder)
+    write_json(folder / "vocab.json", vocab)
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(merge) for merge in merges)]) + "\n")
+    write_json(folder / "added_tokens.json", {token: vocab[token] for token in SPECIAL_TOKENS})
+    write_json(folder / "special_tokens_map.json", {"eos_token": im_end, "pad_token": endoftext})
+    write_json(folder / "chat_template.json", {"chat_template": CHAT_TEMPLATE})
+
+
+def _train(instructions: Sequence[str], vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges: special tokens first, then bytes, then what the corpus is made of."""
+    from tokenizers import Tokenizer, models, trainers
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = _splitting(Qwen2Tokenizer())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=_bytes(), show_progress=False
+    )
+    # Upstream's processor writes an instruction as a list of one: "['reach the goal']".
+    tokenizer.train_from_iterator([str([instruction]) for instruction in instructions], trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [(left, right) for left, right in model["merges"]]
+
+
+def _splitting(qwen: Any) -> tuple[Any, Any]:
+    """Qwen's own normaliser and word boundaries."""
+    backend = qwen.backend_tokenizer
+    return backend.normalizer, backend.pre_tokenizer
+
+
+def _bytes() -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+GROOT_FOLDER = "groot_n15"
+
+
+def prepare_host_assets(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None:
+    """Make what a GR00T-N1.5 of other sizes needs in ``<dataset>/groot_n15`` and name it in upstream's config.
+
+    Assets that the config names and that are there are taken as they are: those of the checkpoint that is resumed,
+    or the user's own. Other policies, and GR00T-N1.5 at its real size, need nothing.
+
+    Raises:
+        ValueError: sizes that upstream can't compute with, assets that were changed, or assets that the config names
+            and that are neither there nor those of this dataset.
+    """
+    policy: Any = host_cfg.policy
+    if cfg.architecture is None or policy is None or policy.type != "groot":
+        return
+    named = _named_folder(policy)
+    if named is not None and named.is_dir():
+        if (named / RECORD_FILE).is_file():
+            require_unchanged(named)
+        return
+    datasets = _metadata(cfg, host_cfg)
+    architecture: Any = OmegaConf.to_container(cfg.architecture, resolve=True)
+    settings = AssetSettings(
+        architecture=architecture,
+        instructions=[str(task) for dataset in datasets for task in dataset.tasks.index],
+        max_state_dim=policy.max_state_dim,
+        max_action_dim=policy.max_action_dim,
+        chunk_size=policy.chunk_size,
+    )
+    folder = prepare_assets(Path(datasets[0].root) / GROOT_FOLDER, settings)
+    if named is not None and named.name != folder.name:
+        raise ValueError(
+            f"policy.tokenizer_assets_repo={named} is not there, and the assets of this dataset and architecture are "
+            f"others ({folder}). Give the folder the checkpoint was trained with, or leave the field out."
+        )
+    policy.tokenizer_assets_repo = str(folder)
+    policy.base_model_path = str(folder / BASE_MODEL)
+
+
+def _named_folder(policy: Any) -> Path | None:
+    """The folder that the config names instead of upstream's hub repository."""
+    from lerobot.policies.groot.processor_groot import DEFAULT_TOKENIZER_ASSETS_REPO
+
+    name = policy.tokenizer_assets_repo
+    return None if name == DEFAULT_TOKENIZER_ASSETS_REPO else Path(name)
+
+
+def _metadata(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> list[LeRobotDatasetMetadata]:
+    """Of the dataset, or of each member of a mixture."""
+    members = cfg.dataset.get("members")
+    if members is None:
+        dataset = host_cfg.dataset
+        return [LeRobotDatasetMetadata(dataset.repo_id, root=dataset.root, revision=dataset.revision)]
+    return [
+        LeRobotDatasetMetadata(member.repo_id, root=member.get("root"), revision=member.get("revision"))
+        for member in members.values()
+    ]

@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodix.policies.action_loss import fill_padded_actions
-from embodix.policies.batch_keys import require_key
-from embodix.policies.denoising import DenoisingObserver
-from embodix.policies.settings import FastPathSettings, TokenCounts
-from embodix_groot.action_head import num_action_tokens
+from embodix.policies.functional import fill_padded_actions
+from embodix.policies.installation import require_key
+from embodix.policies.settings import DenoisingObserver, FastPathSettings, TokenCounts
+from embodix_groot.action_head import (
+    draw_noise_and_time,
+    flow_matching_losses,
+    num_action_tokens,
+    reduce_masked,
+    sample_actions,
+)
 from embodix_groot.attention import DenseTokens, TokenAttention, VarlenTokens
-from embodix_groot.backbone import backbone_features
-from embodix_groot.inference import sample_actions
-from embodix_groot.tokens import TokenPlan, plan_tokens
-from embodix_groot.training import draw_noise_and_time, flow_matching_losses, reduce_masked
+from embodix_groot.backbone import TokenPlan, backbone_features, plan_tokens
 
 ACTION_PAD_KEY = "action_is_pad"
 EAGLE_PREFIX = "eagle_"

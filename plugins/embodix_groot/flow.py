@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embodix.policies.flow import Batch, FlowSizes, RecomputedSteps, mean_over_tokens
+from embodix.policies.flow_host import Batch, FlowSizes, RecomputedSteps, mean_over_tokens
 from embodix.policies.settings import FastPathSettings
 from embodix_groot.action_head import (
     action_features,
@@ -26,7 +26,7 @@ from embodix_groot.action_head import (
     encode_context,
 )
 from embodix_groot.fast_path import EncodedObservation, GrootFastPath
-from embodix_groot.padding_effect import dropout_off
+from embodix_groot.reference import dropout_off
 
 IDS_KEY, MASK_KEY, PIXELS_KEY = "eagle_input_ids", "eagle_attention_mask", "eagle_pixel_values"
 PACKED_KEYS = (IDS_KEY, MASK_KEY, "state", "embodiment_id")

@@ -45,7 +45,7 @@ class GrootN15(PolicySupport):
         return {"lerobot_groot_samples": {"language": cfg.language.name}}
 
     def prepare_assets(self, cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None:
-        from embodix_groot.run_assets import prepare_host_assets
+        from embodix_groot.assets import prepare_host_assets
 
         prepare_host_assets(cfg, host_cfg)
 

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Install the packed GR00T-N1.5 on one instance of upstream's ``GrootPolicy``."""
+"""Install the packed GR00T-N1.5 on one instance of upstream's ``GrootPolicy``, and tell the sizes of its samples.
+
+Prompt tokens and images depend on the task and the data set's cameras only: one sample of each task goes through
+upstream's own preprocessor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from embodix.contracts import ShapePadder
 from embodix.data.sample_sizes import SizedDataset
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import SampleSizes
 from embodix.policies.installation import (
     MethodInstallation,
     require_own_methods,
@@ -18,9 +23,9 @@ from embodix.policies.installation import (
     require_supported,
 )
 from embodix.policies.settings import FastPathSettings, ReferenceCheck
+from embodix_groot.action_head import num_action_tokens
 from embodix_groot.fast_path import GrootFastPath
 from embodix_groot.reference import check_reference
-from embodix_groot.sample_sizes import sample_sizes
 
 
 class GrootInstallation(MethodInstallation):
@@ -101,3 +106,22 @@ def _uncovered(model: Any) -> Iterator[str]:
         yield f"attention_dropout is {language.config.attention_dropout} in a tuned language model"
     if model.action_head.config.expand_batch is not None:
         yield f"expand_batch is {model.action_head.config.expand_batch} (flow_samples draws several times instead)"
+
+
+def sample_sizes(
+    policy: Any, datasets: Sequence[SizedDataset], flow_samples: int, progress: Callable[[int], None]
+) -> SampleSizes:
+    """Sizes of all samples, data set after data set; see ``embodix.data.sample_sizes``."""
+    prefix, images = [], []
+    num_actions = 0
+    for part in datasets:
+        tasks_N = part.column("task_index").reshape(-1)
+        _, first, task_of_sample = np.unique(tasks_N, return_index=True, return_inverse=True)
+        batches = [part.preprocessed([int(index)]) for index in first]
+        lengths = np.array([int(batch["eagle_attention_mask"].sum()) for batch in batches], dtype=np.int64)
+        counts = np.array([batch["eagle_pixel_values"].shape[0] for batch in batches], dtype=np.int64)
+        prefix.append(lengths[task_of_sample])
+        images.append(counts[task_of_sample])
+        num_actions = num_action_tokens(policy._groot_model.action_head, batches[0]["state"].shape[1])
+        progress(len(part))
+    return SampleSizes(np.concatenate(prefix), np.concatenate(images), num_actions * flow_samples)

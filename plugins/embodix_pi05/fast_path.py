@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from embodix.policies.action_loss import fill_padded_actions, reduce_all, reduce_valid, valid_elements
-from embodix.policies.batch_keys import require_key
+from embodix.policies.functional import fill_padded_actions, reduce_all, reduce_valid, valid_elements
+from embodix.policies.installation import require_key
 from embodix.policies.settings import FastPathSettings, TokenCounts
-from embodix_pi05.cameras import CameraBatch, collect_cameras
 from embodix_pi05.inference import ActionSampler
-from embodix_pi05.prefix import PrefixPlan, patches_per_image, plan_prefix
-from embodix_pi05.training import draw_noise_and_time, flow_matching_losses
+from embodix_pi05.layers import predict_velocity
+from embodix_pi05.prefix import CameraBatch, PrefixPlan, collect_cameras, patches_per_image, plan_prefix
 
 ACTION_PAD_KEY, ACTION_DIMS_KEY = "action_is_pad", "action_dims"
 TOKENS_KEY = "observation.language.tokens"
@@ -114,7 +114,7 @@ class Pi05FastPath:
     def _plan(self, batch: Mapping[str, Any], fixed_shapes: bool = False) -> tuple[CameraBatch, PrefixPlan]:
         tokens_BL = require_key(batch, TOKENS_KEY, "π0.5's prompt")
         mask_BL = require_key(batch, TOKEN_MASK_KEY, "π0.5's prompt")
-        cameras = collect_cameras(self.policy, batch, self.settings.camera_names)
+        cameras = collect_cameras(self.policy, batch)
         return cameras, plan_prefix(self.policy, cameras, tokens_BL, mask_BL, self.settings, fixed_shapes)
 
     def _action_is_pad(self, batch: Mapping[str, Any], device: torch.device) -> Tensor | None:
@@ -142,3 +142,32 @@ class Pi05FastPath:
             action_valid=num_steps if is_pad is None else num_steps - int(is_pad.sum()),
             action_total=num_steps,
         )
+
+
+def draw_noise_and_time(model: Any, actions_BTA: Tensor, num_flow: int) -> tuple[Tensor, Tensor]:
+    """``[B, F, T, A]`` noise and ``[B, F]`` time from upstream's samplers, noise first as upstream draws them."""
+    draws = [
+        (
+            model.sample_noise(actions_BTA.shape, actions_BTA.device),
+            model.sample_time(actions_BTA.shape[0], actions_BTA.device),
+        )
+        for _ in range(num_flow)
+    ]
+    noise, time = zip(*draws, strict=True)
+    return torch.stack(noise, dim=1), torch.stack(time, dim=1)
+
+
+def flow_matching_losses(
+    policy: Any,
+    plan: PrefixPlan,
+    actions_BTA: Tensor,
+    noise_BFTA: Tensor,
+    time_BF: Tensor,
+    settings: FastPathSettings,
+) -> Tensor:
+    """``[B, F, T, A]`` squared error of the velocity field (upstream: ``PI05Pytorch.forward``)."""
+    time_BF11 = time_BF[..., None, None]
+    actions_B1TA = actions_BTA[:, None]
+    noisy_BFTA = time_BF11 * noise_BFTA + (1 - time_BF11) * actions_B1TA
+    velocity_RTA = predict_velocity(policy, plan, noisy_BFTA.flatten(0, 1), time_BF.flatten(), settings)
+    return F.mse_loss(noise_BFTA - actions_B1TA, velocity_RTA.view_as(noise_BFTA), reduction="none")

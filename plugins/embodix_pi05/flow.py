@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from embodix.data.preprocessing import CAMERA_PAD_KEY
-from embodix.policies.flow import Batch, FlowSizes, RecomputedSteps, mean_over_tokens
+from embodix.policies.flow_host import Batch, FlowSizes, RecomputedSteps, mean_over_tokens
 from embodix.policies.settings import FastPathSettings
 from embodix_pi05.fast_path import TOKEN_MASK_KEY, TOKENS_KEY, Pi05FastPath
 from embodix_pi05.inference import ActionSampler
-from embodix_pi05.layers import language_layers, prefix_norm
+from embodix_pi05.layers import joint_pass, language_layers, prefix_norm, project_velocity
 from embodix_pi05.prefix import PrefixPlan
-from embodix_pi05.training import joint_pass, project_velocity
 
 
 class Pi05Flow:

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodix.policies.denoising import DenoisingObserver
-from embodix.policies.settings import FastPathSettings
+from embodix.policies.settings import DenoisingObserver, FastPathSettings
 from embodix_pi05.layers import (
     StepContext,
+    computes_in_bfloat16,
     expert_layers,
     language_layers,
     last_prefix_kv,
     prefix_layer,
+    step_context,
     suffix_layer,
 )
 from embodix_pi05.prefix import PrefixPlan, embed_prefix
-from embodix_pi05.training import computes_in_bfloat16, step_context
 
 PrefixCache = list[tuple[Tensor, Tensor]]
 

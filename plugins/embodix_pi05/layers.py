@@ -1,34 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer of π0.5 on a packed prefix and a dense suffix.
+"""The transformer of π0.5 on a packed prefix and a dense suffix: its layers, and one joint pass through all of them.
 
 One layer runs the language model's block on the prefix and the action expert's block on the suffix, with one joint
 attention between them (upstream: ``compute_layer_complete``). In the last layer only keys and values of the prefix
 are needed: nothing reads its output.
 
-Shape suffixes: N computed prefix rows, R suffix sequences (samples x flow samples), T action tokens, W width of the
-language model, E width of the action expert, H query heads, G key/value heads, D head_dim.
+Shape suffixes: N computed prefix rows, R suffix sequences (samples x flow samples), T action tokens, A padded action
+dimensions, W width of the language model, E width of the action expert, H query heads, G key/value heads, D head_dim.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from embodix.policies.functional import GatedGelu, Rotate, ZeroGradient, gemma_rms_norm, is_untouched
-
-
-class PrefixLm(Protocol):
-    """The attention of one step; see ``prefix_lm.py``."""
-
-    def prefix(self, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, scale: float) -> Tensor: ...
-
-    def suffix(
-        self, q_RHD: Tensor, prefix_kv: tuple[Tensor, Tensor], suffix_kv: tuple[Tensor, Tensor], scale: float
-    ) -> Tensor: ...
-
+from embodix.policies.settings import FastPathSettings
+from embodix_pi05.attention import DensePrefixLm, PrefixLm, VarlenPrefixLm
+from embodix_pi05.prefix import PrefixPlan, embed_prefix
 
 Rope = tuple[Tensor, Tensor]
 
@@ -168,3 +162,90 @@ def _cast_like(rows: Tensor, linear: nn.Module) -> Tensor:
 def _cast_for_mlp(rows: Tensor, mlp: nn.Module) -> Tensor:
     """Upstream casts to bfloat16 where the MLP is in bfloat16, and not otherwise."""
     return rows.to(torch.bfloat16) if mlp.up_proj.weight.dtype == torch.bfloat16 else rows
+
+
+@dataclass(frozen=True)
+class JointPass:
+    """What the layers leave of one pass over prefix and suffix.
+
+    Attributes:
+        prefix_NW: the prefix's rows that enter the last layer, which computes nothing further of them.
+        suffix_RTE: the action expert's normed output, that of blank samples included.
+    """
+
+    prefix_NW: Tensor
+    suffix_RTE: Tensor
+
+
+def predict_velocity(
+    policy: Any, plan: PrefixPlan, noisy_RTA: Tensor, time_R: Tensor, settings: FastPathSettings
+) -> Tensor:
+    """``[R, T, A]`` velocity for noisy actions."""
+    suffix_RTE = joint_pass(policy, plan, noisy_RTA, time_R, settings).suffix_RTE
+    return project_velocity(policy, suffix_RTE)[: noisy_RTA.shape[0]]
+
+
+def joint_pass(
+    policy: Any, plan: PrefixPlan, noisy_RTA: Tensor, time_R: Tensor, settings: FastPathSettings
+) -> JointPass:
+    """All layers for noisy actions; the sequences of one sample follow each other."""
+    model, num_sequences = policy.model, noisy_RTA.shape[0]
+    num_blank = plan.layout.num_blank_samples * (num_sequences // plan.layout.batch_size)
+    noisy_RTA, time_R = F.pad(noisy_RTA, (0, 0, 0, 0, 0, num_blank)), F.pad(time_R, (0, num_blank))
+    prefix_NW = embed_prefix(policy, plan)
+    suffix_RTE, _, _, condition_RE = model.embed_suffix(noisy_RTA, time_R)
+    if computes_in_bfloat16(policy):
+        prefix_NW, suffix_RTE = prefix_NW.to(torch.bfloat16), suffix_RTE.to(torch.bfloat16)
+    step = step_context(policy, plan, suffix_RTE, condition_RE, settings)
+    prefix_NW, suffix_RTE = _run_layers(policy, prefix_NW, suffix_RTE, step)
+    normed_RTE, _ = model.paligemma_with_expert.gemma_expert.model.norm(suffix_RTE, cond=condition_RE)
+    return JointPass(prefix_NW, normed_RTE)
+
+
+def project_velocity(policy: Any, suffix_RTE: Tensor) -> Tensor:
+    """``[R, T, A]`` velocity of the action expert's normed output."""
+    model = policy.model
+    velocity_RTA: Tensor = model._apply_checkpoint(model.action_out_proj, suffix_RTE.to(torch.float32))
+    return velocity_RTA
+
+
+def computes_in_bfloat16(policy: Any) -> bool:
+    """Upstream looks at the first query projection."""
+    return bool(language_layers(policy)[0].self_attn.q_proj.weight.dtype == torch.bfloat16)
+
+
+def step_context(
+    policy: Any, plan: PrefixPlan, suffix_RTE: Tensor, condition_RE: Tensor, settings: FastPathSettings
+) -> StepContext:
+    """RoPE tables, attention boundaries and masks, once for all layers."""
+    layout, device = plan.layout, suffix_RTE.device
+    num_flow, num_actions = suffix_RTE.shape[0] // len(layout.computed_lengths), suffix_RTE.shape[1]
+    rotary = policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
+    attention: VarlenPrefixLm | DensePrefixLm
+    if settings.attention is None:
+        module = language_layers(policy)[0].self_attn
+        attention = DensePrefixLm(layout, num_flow, num_actions, device, module)
+    else:
+        attention = VarlenPrefixLm(settings.attention, layout, num_flow, num_actions, device)
+    positions = suffix_positions(layout.computed_lengths, num_flow, num_actions, device)
+    return StepContext(
+        prefix_rope=rope_tables(rotary, suffix_RTE, layout.positions_N),
+        suffix_rope=rope_tables(rotary, suffix_RTE, positions),
+        attention=attention,
+        condition_RE=condition_RE,
+    )
+
+
+def _run_layers(policy: Any, prefix_NW: Tensor, suffix_RTE: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+    """The prefix's rows that enter the last layer, and the suffix's that leave it."""
+    pairs = list(zip(language_layers(policy), expert_layers(policy), strict=True))
+    checkpointed = policy.model.gradient_checkpointing_enabled and policy.model.training
+
+    def run(function: Any, *arguments: Any) -> Any:
+        if checkpointed:
+            return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return function(*arguments)
+
+    for language, expert in pairs[:-1]:
+        prefix_NW, suffix_RTE = run(joint_layer, language, expert, prefix_NW, suffix_RTE, step)
+    return prefix_NW, run(last_layer, *pairs[-1], prefix_NW, suffix_RTE, step)

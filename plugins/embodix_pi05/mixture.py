@@ -10,7 +10,7 @@ from typing import Any
 from lerobot.configs.policies import PreTrainedConfig
 
 from embodix.data.merging import PaddingMerger, merger_with_slots
-from embodix.data.mixture import Member, image_sizes
+from embodix.data.mixture_dataset import Member, image_sizes
 
 
 def merger_of(policy_cfg: PreTrainedConfig, members: Sequence[Member]) -> PaddingMerger:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from embodix.cli.hydra_app import INTERRUPTED, begun_overrides, run_hydra_app
+from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app
+from embodix.config.compose import begun_overrides
 
 if TYPE_CHECKING:
     from embodix_rl.bench.processes import Outcome
@@ -76,7 +77,7 @@ def _resumed(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, list[st
     Raises:
         ValueError: no bench in the folder, or overrides beside ``bench.resume``.
     """
-    from embodix.schema.compose import compose
+    from embodix.config.compose import compose
 
     folder = Path(cfg.bench.resume)
     begun = begun_overrides(folder, "bench_rl", "lerobot bench rl", "bench.resume", overrides)

@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from embodix.schema.train import NamedChoice, TokenizerSettings
+from embodix.config.train_schema import NamedChoice, TokenizerSettings
 
 
 @dataclass

@@ -12,7 +12,7 @@ class EmbodixSearchPath(SearchPathPlugin):
     """Appends ``pkg://embodix.hydra_conf``, then every package of the hook ``register_config_packages``."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        from embodix.schema.compose import config_packages
+        from embodix.config.compose import config_packages
 
         for package in config_packages():
             search_path.append("embodix", f"pkg://{package}")

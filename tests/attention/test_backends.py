@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.attention import Segments, folded_gemm, segment, transposed_gemm
+from embodix.attention import Segments, cpu, folded_gemm, transposed_gemm
+from embodix.attention.cpu import SegmentAuto, SegmentGemm, SegmentSdpa, SegmentTransposed
 from embodix.attention.cuda import FlashAttention2, FlashAttention4, Flex, TorchVarlen
-from embodix.attention.reference import reference_attention
-from embodix.attention.segment import SegmentAuto, SegmentGemm, SegmentSdpa, SegmentTransposed
 from embodix.attention.segments import PaddedRows
+from embodix.attention.select import reference_attention
 from embodix.testing.errors import relative_error
 
 CPU = [SegmentGemm, SegmentSdpa, SegmentAuto]
@@ -154,7 +154,7 @@ def test_the_switch_goes_by_what_was_measured(lengths, dtype, heads, causal, wan
     backend, used = SegmentAuto(), []
     for name in ("gemm", "sdpa", "transposed"):
         monkeypatch.setattr(backend, f"_{name}", lambda q, *_, name=name, **__: used.append(name) or q)
-    monkeypatch.setattr(segment, "batched_attention", lambda q, *_: used.append("batch") or q)
+    monkeypatch.setattr(cpu, "batched_attention", lambda q, *_: used.append("batch") or q)
     segments = Segments.from_lengths(lengths, lengths)
     backend(*packed(segments, *heads, dtype), segments, causal=causal)
     assert used == [wanted]

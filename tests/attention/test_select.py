@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 
 import pytest
 import torch
 
+from embodix import plugins
 from embodix.attention import Segments
 from embodix.attention import cuda as cuda_backends
+from embodix.attention.cpu import SegmentAuto, SegmentGemm, SegmentSdpa
 from embodix.attention.cuda import FlashAttention2, FlashAttention4, Flex, TorchVarlen, zero_blind_rows
-from embodix.attention.segment import SegmentAuto, SegmentGemm, SegmentSdpa
 from embodix.attention.select import by_preference, choose_backend, usable_backends
+from embodix.hookspecs import Registration
 
 CPU = torch.device("cpu")
 ALL = {
@@ -26,6 +29,7 @@ class Wrong(SegmentGemm):
     """Forgets to divide by the root of head_dim."""
 
     name = "wrong"
+    preference = None
 
     def __call__(self, *inputs, **options):
         return super().__call__(*inputs, **{**options, "scale": 1.0})
@@ -80,6 +84,46 @@ def test_foreign_backends_come_after_the_known_ones():
     assert usable_backends(CPU, torch.float32, 32, ALL) == ["segment_auto", "segment_gemm", "segment_sdpa"]
 
 
+class Theirs:
+    """A third party's backend, which need not derive from embodix's own."""
+
+    name = "theirs"
+    preference = 45
+
+    def probe(self, device, dtype, head_dim):
+        return None
+
+    def __call__(self, *inputs, **options):
+        return SegmentSdpa()(*inputs, **options)
+
+
+def registered_backends():
+    names = plugins.registry().names("attention_backends")
+    return {name: functools.partial(plugins.build, "attention_backends", name, {}) for name in names}
+
+
+def test_auto_takes_a_registered_backend_of_a_third_party_by_the_place_it_states(monkeypatch):
+    theirs = types.ModuleType("their_attention")
+    theirs.Theirs = Theirs
+    monkeypatch.setitem(sys.modules, "their_attention", theirs)
+    known = plugins.registry().implementations["attention_backends"]
+    monkeypatch.setitem(known, "theirs", Registration("theirs", "their_attention:Theirs", "a third party's"))
+    ours = ["flash_attn_2", "flash_attn_4", "torch_varlen", "flex", "segment_auto", "segment_gemm", "segment_sdpa"]
+    assert by_preference(registered_backends()) == [*ours[:4], "theirs", *ours[4:]]
+    assert choose_backend("auto", CPU, torch.float32, 32, registered_backends()).name == "theirs"
+    monkeypatch.delattr(Theirs, "preference")
+    assert by_preference(registered_backends()) == [*ours, "theirs"]
+    assert choose_backend("auto", CPU, torch.float32, 32, registered_backends()).name == "segment_auto"
+
+
+def test_a_backend_that_cannot_be_made_comes_last():
+    def unbuildable():
+        raise RuntimeError("no such option")
+
+    assert by_preference({"unbuildable": unbuildable, **ALL})[-1] == "unbuildable"
+    assert choose_backend("auto", CPU, torch.float32, 32, {"unbuildable": unbuildable, **ALL}).name == "segment_auto"
+
+
 @pytest.mark.parametrize("backend", [FlashAttention2, FlashAttention4, TorchVarlen, Flex])
 def test_probes_never_raise(backend):
     for device in ("cpu", "meta", "cuda"):
@@ -122,7 +166,7 @@ def flash_attention_2_signature(
     block_table=None,
 ):
     """The parameters of flash-attn 2.8's function, computing on the CPU."""
-    from embodix.attention.reference import reference_attention
+    from embodix.attention.select import reference_attention
 
     lengths_q = cu_seqlens_q.diff().tolist()
     lengths_k = cu_seqlens_k.diff().tolist()
@@ -167,7 +211,7 @@ def test_flex_masks_segments_and_buckets(monkeypatch, causal):
     from torch.nn.attention.flex_attention import flex_attention
 
     backend = Flex()
-    backend._compiled = flex_attention
+    backend.kernel = flex_attention
     segments = Segments.from_lengths((70, 33), (90, 33))
     q, k, v = torch.randn(103, 4, 16), torch.randn(123, 1, 16), torch.randn(123, 1, 16)
     for _ in range(2):
@@ -177,7 +221,7 @@ def test_flex_masks_segments_and_buckets(monkeypatch, causal):
             rtol=1e-4,
             atol=1e-5,
         )
-    assert len(backend._masks) == 1
+    assert len(backend.masks) == 1
 
 
 def test_blind_rows_of_a_kernel_are_zeroed():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from embodix.cli.quantize import named_arguments
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 
 Command = Callable[..., tuple[int, str]]
 

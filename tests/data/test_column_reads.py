@@ -74,7 +74,7 @@ def test_the_patch_covers_readers_that_exist_already(recorded):
     with patched({"lerobot_column_reads": {}}):
         assert vars(DatasetReader)["_query_hf_dataset"] is not before[0]
         assert_equal(dataset[3], expected)
-        assert column_reads._known[dataset.reader].columns.keys() == {"action"}
+        assert column_reads.known_readers[dataset.reader].columns.keys() == {"action"}
     assert (vars(DatasetReader)["_query_hf_dataset"], vars(DatasetReader)["_get_query_indices"]) == before
 
 
@@ -82,7 +82,7 @@ def test_one_data_set_alone_may_read_columns(recorded):
     narrow, plain = (load(recorded.root, CHUNKS["actions"]) for _ in range(2))
     read_columns(narrow)
     assert_equal(narrow[0], plain[0])
-    assert narrow.reader in column_reads._known and plain.reader not in column_reads._known
+    assert narrow.reader in column_reads.known_readers and plain.reader not in column_reads.known_readers
 
 
 def test_episode_rows_are_the_tables(demonstrations):

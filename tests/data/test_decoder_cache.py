@@ -12,8 +12,7 @@ from lerobot.datasets import video_utils
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from torch.utils.data import DataLoader
 
-from embodix.data.files import count_opens, files_of_samples
-from embodix.data.order import ShuffledOrder, WindowShuffledOrder
+from embodix.data.order import ShuffledOrder, WindowShuffledOrder, count_opens, files_of_samples
 from embodix.patching import patched
 from embodix.testing.datasets import write_dataset
 

@@ -15,11 +15,10 @@ from lerobot.policies.factory import make_policy, make_pre_post_processors
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from torch.utils.data import default_collate
 
-from embodix.data.camera_map import camera_table, describe_cameras
-from embodix.data.mixture import build_mixture
+from embodix.data.embodiments import ProcessorCall
+from embodix.data.mixture_dataset import build_mixture, camera_table, describe_cameras
 from embodix.data.mixture_spec import decode_mixture
 from embodix.data.preprocessing import PreprocessedBatch, PreprocessingCollate
-from embodix.data.processors import ProcessorCall
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.policies.support import support_of
 

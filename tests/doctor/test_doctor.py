@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from embodix.cli import doctor
+from embodix.config.compose import compose
 from embodix.doctor import diagnose as diagnose_module
 from embodix.doctor import machine
 from embodix.doctor.findings import find_implementations, find_patches, find_versions
@@ -19,7 +20,6 @@ from embodix.doctor.machine import AttentionTarget, MachineFinding, rendering_pr
 from embodix.doctor.needs import attention_target
 from embodix.patching import patch_names
 from embodix.plugins import PluginError, PluginRegistry, load_plugins, registry
-from embodix.schema.compose import compose
 from embodix_rlinf_sims import needs as rlinf_needs
 
 HEALTHY_MACHINE = MachineFinding(

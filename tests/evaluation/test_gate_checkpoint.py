@@ -14,9 +14,9 @@ from torch.utils.data import default_collate
 
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import prepared_host
+from embodix.config.compose import compose
 from embodix.quantization.gate_checkpoint import gate_checkpoint, gated_checkpoint
 from embodix.quantization.held_out import held_out_batches
-from embodix.schema.compose import compose
 from embodix.schema.gate import GateSettings
 from embodix.testing.host_runs import train_here
 from embodix.training.host_config import decode_host_config

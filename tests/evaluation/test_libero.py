@@ -18,7 +18,7 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.processor.env_processor import LiberoProcessorStep
 from omegaconf import OmegaConf
 
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix.training.host_config import decode_env
 from embodix_libero import setup as libero_setup
 from embodix_libero.environment import SUITES, EmbodixLiberoConfig, LiberoSimulators

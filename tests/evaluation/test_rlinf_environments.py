@@ -17,10 +17,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from embodix.config.compose import compose
 from embodix.evaluation.actors import ReplayActor
 from embodix.evaluation.engine import EngineSettings, run_episodes
 from embodix.evaluation.episodes import Episode
-from embodix.schema.compose import compose
 from embodix.training.host_config import decode_env
 from embodix_rlinf_sims import needs as rlinf_needs
 from embodix_rlinf_sims.environments import RlinfEnvConfig, RlinfIsaaclabConfig, RlinfManiskillConfig

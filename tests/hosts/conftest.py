@@ -20,4 +20,10 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def weights_of() -> Callable[[Path], dict[str, torch.Tensor]]:
     """The weights in the last checkpoint of a run folder."""
-    return lambda run: load_file(run / "checkpoints" / "last" / "pretrained_model" / "model.safetensors")
+
+    def weights(run: Path) -> dict[str, torch.Tensor]:
+        found = load_file(run / "checkpoints" / "last" / "pretrained_model" / "model.safetensors")
+        assert len(found) > 50  # what is compared over all weights must compare some
+        return found
+
+    return weights

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
-from embodix.schema.train import NamedChoice
+from embodix.config.train_schema import NamedChoice
 from embodix.testing.host_runs import train_upstream
 from embodix.training.features import FeatureSelection, install_features
 from embodix_pi05.testing import random_batch, small_pi05

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from embodix import hydra_conf
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix.training.host_config import decode_host_config, require_landed_groups
 from embodix_metaworld.instructions import instruction_for
 from embodix_metaworld.scene import task_names

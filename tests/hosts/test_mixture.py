@@ -22,18 +22,18 @@ from lerobot.policies.factory import make_pre_post_processors
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch.utils.data import default_collate
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.checkpoints.model_folder import find_model
+from embodix.config.compose import compose
 from embodix.data.embodiments import embodiment_folder, load_embodiment
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.evaluation.evaluate import run_evaluation
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.patching import patched
 from embodix.policies.cost import read_dataset_facts
 from embodix.policies.settings import FastPathSettings
 from embodix.quantization.gate_checkpoint import gate_checkpoint
 from embodix.report.steps import read_steps
-from embodix.schema.compose import compose
 from embodix.schema.gate import GateSettings
 from embodix.testing.host_runs import train_here
 from embodix.training.session import TrainingSession, current_session

@@ -15,7 +15,7 @@ import json
 from importlib.resources import files
 from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 
 root = Path(str(files("embodix.hydra_conf")))
 primaries = {p.stem: OmegaConf.load(p).get("defaults", []) for p in sorted(root.glob("*.yaml"))}
@@ -127,9 +127,9 @@ def test_hydra_lists_embodix_on_any_search_path(environment):
 @pytest.mark.parametrize(
     "action",
     [
-        "import embodix, embodix.plugins, embodix.hookspecs, embodix.patching, embodix.schema.train",
+        "import embodix, embodix.plugins, embodix.hookspecs, embodix.patching, embodix.config.train_schema",
         "from embodix.plugins import registry; assert registry().names('packers')",
-        "from embodix.schema.compose import compose; compose('train', ['+plugin=embodix', 'policy=pi05_small'])",
+        "from embodix.config.compose import compose; compose('train', ['+plugin=embodix', 'policy=pi05_small'])",
         "from embodix.cli.main import dispatch; assert dispatch('lerobot', ['--help']) == 0",
     ],
     ids=["import", "list plugins", "compose", "help"],

@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 
 from embodix.contracts import BatchComposer
 from embodix.data.order import ShuffledOrder
-from embodix.packing.balance import assign_to_ranks
-from embodix.packing.batches import BatchStream, Step
-from embodix.packing.composer import FixedCountComposer
-from embodix.packing.cost import CostModel
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.batches import BatchStream, FixedCountComposer, OptimizerStep, assign_to_ranks
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
+from embodix.packing.sample_cost import CostModel, SampleSizes
 from embodix.packing.sequence_length import SequenceLengthPacker
-from embodix.packing.sizes import SampleSizes
 from embodix.packing.token_budget import TokenBudgetPacker
 
 
@@ -35,12 +32,12 @@ def stream_of(
     return BatchStream(order, composer, sizes, num_ranks=num_ranks, samples_per_step=samples_per_step)
 
 
-def flat(steps: list[Step]) -> list[list[int]]:
+def flat(steps: list[OptimizerStep]) -> list[list[int]]:
     """The bins of steps in some order that does not depend on the ranks."""
     return sorted(samples.tolist() for step in steps for bins in step.ranks for samples in bins)
 
 
-def take_bins(stream: BatchStream, num_bins: int) -> list[Step]:
+def take_bins(stream: BatchStream, num_bins: int) -> list[OptimizerStep]:
     steps = []
     while stream.position.num_bins < num_bins:
         steps.append(next(stream))

@@ -18,8 +18,7 @@ from embodix.packing.bins import (
     unfillable_rest,
     whole_units,
 )
-from embodix.packing.cost import CostModel
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import CostModel, SampleSizes
 from embodix.packing.token_budget import TokenBudgetPacker
 
 ALGORITHMS = [best_fit, first_fit_decreasing]

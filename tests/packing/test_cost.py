@@ -6,8 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embodix.packing.cost import CostModel, MeasuredBin, fit_cost
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import CostModel, MeasuredBin, SampleSizes, fit_cost
 
 SIZES = SampleSizes(np.array([10, 20, 90]), np.array([1, 1, 3]), num_actions=10)
 

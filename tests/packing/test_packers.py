@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 
 MASK = torch.tensor([[True, False, True, True], [False, False, True, False]])
 

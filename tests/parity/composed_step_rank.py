@@ -15,8 +15,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
-from embodix.packing.packers import PaddingFreePacker
-from embodix_pi05.testing_steps import run_step
+from embodix.packing.layout import PaddingFreePacker
+from embodix_pi05.testing import run_step
 
 BINS = (((0, 3), (5,)), ((1, 2, 4), (6,)))  # of each rank: uneven in samples, steps and dimensions
 

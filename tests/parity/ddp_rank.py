@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ddp_case import CASES
 from torch.nn.parallel import DistributedDataParallel
 
-from embodix.attention.segment import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 
 

@@ -13,18 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentAuto
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients, gradients_of
-from embodix_pi05.testing import small_pi05, upstream_losses
-from embodix_pi05.testing_steps import (
+from embodix_pi05.testing import (
     ACTION_DIMS,
     VALID_STEPS,
     StepResult,
     draw_by_sample,
     run_step,
     seven_samples,
+    small_pi05,
+    upstream_losses,
 )
 from embodix_pi05.wrapper import Pi05Wrapper
 

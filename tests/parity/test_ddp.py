@@ -13,8 +13,8 @@ import pytest
 import torch
 from ddp_case import CASES
 
-from embodix.attention.segment import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 
 RANK_SCRIPT = Path(__file__).with_name("ddp_rank.py")

@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentAuto
+from embodix.attention.cpu import SegmentAuto
 from embodix.data.order import ShuffledOrder
 from embodix.packing.batches import BatchStream
-from embodix.packing.cost import CostModel
-from embodix.packing.layout import PackedLayout
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PackedLayout, PaddingFreePacker
+from embodix.packing.sample_cost import CostModel, SampleSizes
 from embodix.packing.sequence_length import SequenceLengthPacker
-from embodix.packing.sizes import SampleSizes
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
-from embodix_pi05.testing import random_batch, small_pi05
-from embodix_pi05.testing_runs import run_fast
+from embodix_pi05.testing import random_batch, run_fast, small_pi05
 from embodix_pi05.wrapper import Pi05Wrapper
 
 NUM_SAMPLES, PATCHES = 60, 4

@@ -6,12 +6,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentGemm, SegmentSdpa
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.attention.cpu import SegmentGemm, SegmentSdpa
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients, relative_error
-from embodix_groot.testing import random_batch, small_groot
-from embodix_groot.testing_runs import fast_actions, reference_actions, run_fast, run_reference, strengthen
+from embodix_groot.testing import (
+    fast_actions,
+    random_batch,
+    reference_actions,
+    run_fast,
+    run_reference,
+    small_groot,
+    strengthen,
+)
 
 SEEDS = range(4)
 

@@ -11,14 +11,13 @@ import torch
 from diffusers.models.embeddings import SinusoidalPositionalEmbedding
 
 from embodix.attention import Segments
-from embodix.attention.segment import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
-from embodix_groot import backbone, fast_path, language_model, training
+from embodix_groot import action_head, backbone, fast_path
 from embodix_groot.attention import DenseTokens, VarlenTokens
-from embodix_groot.testing import random_batch, small_groot
-from embodix_groot.testing_runs import run_fast, run_reference, strengthen
+from embodix_groot.testing import random_batch, run_fast, run_reference, small_groot, strengthen
 from embodix_groot.wrapper import GrootN15Wrapper
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())
@@ -112,8 +111,8 @@ def test_taking_padding_for_tokens_is_noticed(case):
 
 def test_stretched_positions_of_the_language_model_are_noticed(case, monkeypatch):
     """RoPE sees differences of positions only: positions that merely run on over samples give the same numbers."""
-    tables = language_model.rope_tables
-    monkeypatch.setattr(language_model, "rope_tables", lambda m, rows, positions: tables(m, rows, 2 * positions))
+    tables = backbone.rope_tables
+    monkeypatch.setattr(backbone, "rope_tables", lambda m, rows, positions: tables(m, rows, 2 * positions))
     assert distance(case) > 1e-3
 
 
@@ -124,9 +123,9 @@ def test_feature_positions_that_run_on_over_samples_are_noticed(case, monkeypatc
         block.pos_embed = SinusoidalPositionalEmbedding(block.dim, max_seq_length=64)
     positioned = policy, batch, run_reference(policy, batch)
     assert distance(positioned) < 1e-5
-    encode = training.encode_context
+    encode = action_head.encode_context
     monkeypatch.setattr(
-        training,
+        action_head,
         "encode_context",
         lambda head, rows, positions, attention: encode(head, rows, torch.arange(len(positions)), attention),
     )

@@ -12,17 +12,19 @@ from diffusers.models.embeddings import SinusoidalPositionalEmbedding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.attention.segment import SegmentAuto, SegmentGemm
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto, SegmentGemm
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
-from embodix_groot.testing import SMALL_ARCHITECTURE, random_batch, small_groot
-from embodix_groot.testing_runs import (
+from embodix_groot.testing import (
+    SMALL_ARCHITECTURE,
     fast_actions,
+    random_batch,
     reference_actions,
     run_fast,
     run_reference,
     run_upstream,
+    small_groot,
     strengthen,
 )
 

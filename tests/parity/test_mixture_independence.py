@@ -17,13 +17,13 @@ from lerobot.configs.train import TrainPipelineConfig
 from lerobot.datasets.factory import make_dataset
 from lerobot.policies.factory import make_pre_post_processors
 
-from embodix.attention.segment import SegmentAuto
-from embodix.data.mixture import MixtureDataset, build_mixture
+from embodix.attention.cpu import SegmentAuto
+from embodix.data.embodiments import ProcessorCall
+from embodix.data.mixture_dataset import MixtureDataset, build_mixture
 from embodix.data.mixture_spec import decode_mixture
 from embodix.data.preprocessing import PreprocessedBatch, PreprocessingCollate
-from embodix.data.processors import ProcessorCall
 from embodix.data.tokenizer import offline_tokenizer
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
 from embodix_pi05.testing import SMALL_ARCHITECTURE, small_pi05, upstream_losses

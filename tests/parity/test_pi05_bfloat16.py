@@ -6,12 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentGemm, SegmentSdpa
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentGemm, SegmentSdpa
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients, relative_error
-from embodix_pi05.testing import random_batch, small_pi05
-from embodix_pi05.testing_runs import fast_actions, run_fast, run_upstream, upstream_actions
+from embodix_pi05.testing import fast_actions, random_batch, run_fast, run_upstream, small_pi05, upstream_actions
 
 SEEDS = range(4)
 

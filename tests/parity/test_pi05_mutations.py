@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from embodix.attention import Segments
-from embodix.attention.segment import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
-from embodix_pi05 import cameras, fast_path, layers, prefix_lm, training
-from embodix_pi05.testing import random_batch, small_pi05
-from embodix_pi05.testing_runs import run_fast, run_upstream
+from embodix_pi05 import attention, fast_path, layers, prefix
+from embodix_pi05.testing import random_batch, run_fast, run_upstream, small_pi05
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())
 
@@ -44,13 +43,13 @@ def test_dropping_the_boundary_between_samples_is_noticed(case, monkeypatch):
         def from_lengths(cls, lengths_q, lengths_k, device="cpu"):
             return Segments.from_lengths((sum(lengths_q),), (sum(lengths_k),), device)
 
-    monkeypatch.setattr(prefix_lm, "Segments", Merged)
+    monkeypatch.setattr(attention, "Segments", Merged)
     assert distance(case) > 1e-3
 
 
 def test_dropping_the_camera_mask_is_noticed(case, monkeypatch):
     def all_present(*arguments):
-        found = cameras.collect_cameras(*arguments)
+        found = prefix.collect_cameras(*arguments)
         return dataclasses.replace(found, present_BC=torch.ones_like(found.present_BC))
 
     monkeypatch.setattr(fast_path, "collect_cameras", all_present)
@@ -67,7 +66,7 @@ def test_dropping_the_language_mask_is_noticed(case):
 def test_dropping_the_split_of_prefix_and_suffix_is_noticed(case, monkeypatch):
     """The prefix sees the action tokens too."""
 
-    class Joint(prefix_lm.VarlenPrefixLm):
+    class Joint(attention.VarlenPrefixLm):
         def suffix(self, q, prefix_kv, suffix_kv, scale):
             self._joint = [
                 torch.cat(pair).index_select(0, self._joint_rows) for pair in zip(prefix_kv, suffix_kv, strict=True)
@@ -78,24 +77,24 @@ def test_dropping_the_split_of_prefix_and_suffix_is_noticed(case, monkeypatch):
             lengths = self._prefix_segments.lengths_q, self._suffix_segments.lengths_k
             return self._backend(q, *self._joint, Segments.from_lengths(*lengths), scale=scale)
 
-    monkeypatch.setattr(training, "VarlenPrefixLm", Joint)
+    monkeypatch.setattr(layers, "VarlenPrefixLm", Joint)
     assert distance(case) > 1e-3
 
 
 def test_an_action_block_that_sees_only_itself_is_noticed(case, monkeypatch):
-    class Blind(prefix_lm.VarlenPrefixLm):
+    class Blind(attention.VarlenPrefixLm):
         def suffix(self, q, prefix_kv, suffix_kv, scale):
             lengths = self._suffix_segments.lengths_q
             return self._backend(q, *suffix_kv, Segments.from_lengths(lengths, lengths), scale=scale)
 
-    monkeypatch.setattr(training, "VarlenPrefixLm", Blind)
+    monkeypatch.setattr(layers, "VarlenPrefixLm", Blind)
     assert distance(case) > 1e-3
 
 
 def test_positions_that_run_on_over_samples_are_noticed(case, monkeypatch):
     tables = layers.rope_tables
     monkeypatch.setattr(
-        training, "rope_tables", lambda rotary, like, positions: tables(rotary, like, torch.arange(len(positions)))
+        layers, "rope_tables", lambda rotary, like, positions: tables(rotary, like, torch.arange(len(positions)))
     )
     assert distance(case) > 1e-3
 

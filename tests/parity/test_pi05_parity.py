@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix.attention.segment import SegmentAuto, SegmentGemm, SegmentSdpa
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto, SegmentGemm, SegmentSdpa
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import compare_gradients
-from embodix_pi05.testing import random_batch, small_pi05
-from embodix_pi05.testing_runs import fast_actions, run_fast, run_upstream, upstream_actions
+from embodix_pi05.testing import fast_actions, random_batch, run_fast, run_upstream, small_pi05, upstream_actions
 
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5

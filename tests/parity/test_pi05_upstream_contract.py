@@ -8,11 +8,10 @@ from functools import cache
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
-from embodix_pi05.testing import random_batch, small_pi05
-from embodix_pi05.testing_runs import fast_actions, run_fast, run_upstream, upstream_actions
+from embodix_pi05.testing import fast_actions, random_batch, run_fast, run_upstream, small_pi05, upstream_actions
 from embodix_pi05.wrapper import Pi05Wrapper
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodix.policies.action_loss import fill_padded_actions, reduce_all, reduce_valid, valid_elements
+from embodix.policies.functional import fill_padded_actions, reduce_all, reduce_valid, valid_elements
 
 PAD = torch.tensor([[False, False, True, True], [False, False, False, False], [True, True, True, True]])
 

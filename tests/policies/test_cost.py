@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentSdpa
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.attention.cpu import SegmentSdpa
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.training.flops import flop_counter
 from embodix_pi05.cost import (

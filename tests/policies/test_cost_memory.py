@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentGemm, SegmentSdpa
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentGemm, SegmentSdpa
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix_pi05.cost import EMBODIX, UPSTREAM, Computation, Sample
 from embodix_pi05.cost_memory import activation_bytes, estimate_memory, remedies

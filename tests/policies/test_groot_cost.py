@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 
-from embodix.attention.segment import SegmentSdpa
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentSdpa
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.steps import PHASES, StepRecord, TokenRecord
 from embodix.training.flops import flop_counter

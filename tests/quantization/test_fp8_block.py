@@ -16,8 +16,7 @@ from embodix_fp8.block_weight import BlockScaledWeight
 from embodix_fp8.blocks import BLOCK, ScaledWeight, quantize_blocks
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
 from embodix_groot.testing import small_groot
-from embodix_pi05.testing import random_batch, small_pi05
-from embodix_pi05.testing_runs import upstream_actions
+from embodix_pi05.testing import random_batch, small_pi05, upstream_actions
 
 LANGUAGE = "model.paligemma_with_expert.paligemma.model.language_model"
 FIRST = f"{LANGUAGE}.layers.0.self_attn.q_proj"

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from embodix.cli.main import dispatch
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix_rl import bench_verb as bench_command
 from embodix_rl.bench import processes
 from embodix_rl.bench.prediction import predicted_frames_per_s

@@ -11,13 +11,13 @@ from functools import cache
 import pytest
 import torch
 
-from embodix.attention.segment import SegmentAuto
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto
+from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.testing import pi05 as small_pi05s
 from embodix_groot import testing as small_groots
-from embodix_groot.testing_runs import reference_actions, strengthen
-from embodix_pi05.testing_runs import upstream_actions
+from embodix_groot.testing import reference_actions, strengthen
+from embodix_pi05.testing import upstream_actions
 from embodix_rl.flow import groot_n15
 from embodix_rl.flow.build import flow_policy
 from embodix_rl.flow.chain import ChainSettings

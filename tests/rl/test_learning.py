@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from embodix.policies.flow import FlowSizes, RecomputedSteps
+from embodix.policies.flow_host import FlowSizes, RecomputedSteps
 from embodix_rl.flow.chain import ChainSettings
 from embodix_rl.flow.flow_policy import FlowPolicy
 from embodix_rl.flow.value_head import ValueSettings

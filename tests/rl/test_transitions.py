@@ -14,7 +14,7 @@ import math
 import pytest
 import torch
 
-from embodix.policies.flow import FlowSizes
+from embodix.policies.flow_host import FlowSizes
 from embodix_rl.flow.chain import ChainPlan, ChainSettings, draw_chain_noise, run_chain, run_ode
 from embodix_rl.flow.transitions import TransitionTable, gaussian_entropy, gaussian_log_prob, transition_table
 

@@ -34,7 +34,7 @@ assert torch.equal(layout.rows_N, layout.rows_N.sort().values)
 
 CHECK_BACKEND = """
 import torch
-from embodix.attention.reference import reference_attention
+from embodix.attention.select import reference_attention
 from embodix.attention.segments import Segments
 from embodix.plugins import resolve
 

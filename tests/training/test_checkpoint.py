@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from embodix.config.compose import merge_overrides
 from embodix.training.checkpoint import find_checkpoint
-from embodix.training.run import merge_overrides
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from embodix.schema.compose import compose
-from embodix.training import evaluation_plan
-from embodix.training.evaluation_plan import evaluation_command, plan_evaluation
+from embodix.config.compose import compose
+from embodix.training import checkpoint_evaluation
+from embodix.training.checkpoint_evaluation import evaluation_command, plan_evaluation
 
 SIMULATED = ["env=metaworld", "evaluation=background", "train.eval_freq=20", "train.save_freq=10"]
 
@@ -31,7 +31,7 @@ def test_upstream_keeps_its_own_evaluation() -> None:
 
 
 def test_a_plan_turns_upstreams_evaluation_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_plan.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(checkpoint_evaluation.os, "sched_getaffinity", lambda _: {0, 1})
     cfg = compose("train", [*SIMULATED, "eval.n_episodes=7"])
     host_cfg = host(cfg)
     plan = plan_evaluation(cfg, host_cfg)
@@ -46,7 +46,7 @@ def test_training_waits_where_it_is_told_to_or_has_one_core(monkeypatch: pytest.
     cfg = compose("train", [*SIMULATED, "evaluation=waiting"])
     plan = plan_evaluation(cfg, host(cfg))
     assert plan is not None and plan.waits
-    monkeypatch.setattr(evaluation_plan.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(checkpoint_evaluation.os, "sched_getaffinity", lambda _: {0})
     cfg = compose("train", SIMULATED)
     plan = plan_evaluation(cfg, host(cfg))
     assert plan is not None and plan.waits

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from embodix.config.compose import compose
 from embodix.plugins import PluginError
-from embodix.schema.compose import compose
 from embodix.training.features import FeatureSelection, install_features, select_features, select_training_features
 from embodix_pi05.testing import small_pi05
 

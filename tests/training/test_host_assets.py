@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix.training.host_config import decode_host_config
 from embodix_groot import assets
-from embodix_groot.run_assets import prepare_host_assets
+from embodix_groot.assets import prepare_host_assets
 from embodix_groot.testing import small_groot_run
 from embodix_pi05.testing import small_run
 

@@ -15,8 +15,8 @@ from lerobot.policies.groot.configuration_groot import GrootConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from omegaconf import OmegaConf
 
-from embodix.schema.compose import compose
-from embodix.schema.train import EvalSettings, TrainSettings
+from embodix.config.compose import compose
+from embodix.config.train_schema import EvalSettings, TrainSettings
 from embodix.training.host_config import (
     decode_host_config,
     fill_missing_preset,

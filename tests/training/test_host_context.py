@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix.training.host_context import required_patches
 
 GROOT = {

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from embodix.report.evaluation import SuccessRate
 from embodix.report.evaluations import EvaluationRecord
 from embodix.report.steps import StepRecord
-from embodix.training.metric_writers import metric_writer
+from embodix.training.run import metric_writer
 
 RATE = SuccessRate.of([True, False, False, False])
 EVALUATION = EvaluationRecord(20, "checkpoints/000020", RATE, {"reach-v3": RATE}, wall_s=1.0)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from embodix.config.compose import compose
 from embodix.data.order import WindowShuffledOrder
 from embodix.patching import replace_attribute
 from embodix.report.steps import read_steps
-from embodix.schema.compose import compose
 from embodix.testing.datasets import write_dataset
 from embodix.testing.host_runs import train_here
-from embodix.training.order_sampler import OrderSampler
+from embodix.training.loader import OrderSampler
 from embodix.training.run_data import DataChoices, read_choices
 from embodix_pi05.testing import small_run
 

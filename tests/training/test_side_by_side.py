@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from embodix.schema.compose import compose
-from embodix.training.side_by_side import Variant, compose_variants
+from embodix.config.compose import compose
+from embodix.training.lockstep import Variant, compose_variants
 
 
 def variants(tmp_path: Path, *overrides: str) -> list[Variant]:

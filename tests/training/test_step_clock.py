@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from embodix.report.steps import PHASES
-from embodix.training import step_clock
-from embodix.training.step_clock import StepClock
+from embodix.training import accelerator
+from embodix.training.accelerator import StepClock
 
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that a test moves: CPU time runs at half the speed of wall time."""
     now = [0.0]
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(step_clock.time, "process_time", lambda: now[0] / 2)
+    monkeypatch.setattr(accelerator.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(accelerator.time, "process_time", lambda: now[0] / 2)
     return now
 
 

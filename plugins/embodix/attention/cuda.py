@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodix.attention.backend import dtype_problem, require_packed
-from embodix.attention.segments import Segments
+from embodix.attention.segments import Segments, dtype_problem, require_packed
 
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 
@@ -114,6 +113,7 @@ class FlashAttention2(_FlashVarlen):
     """``flash_attn.flash_attn_varlen_func`` (Dao, 2023): grouped heads native, head_dim to 256."""
 
     name = "flash_attn_2"
+    preference = 10
     module = "flash_attn"
     package = "flash-attn>=2.8,<3"
     capability = AMPERE
@@ -123,6 +123,7 @@ class FlashAttention4(_FlashVarlen):
     """``flash_attn.cute.flash_attn_varlen_func``, kernels compiled at run time; Hopper and Blackwell."""
 
     name = "flash_attn_4"
+    preference = 20
     module = "flash_attn.cute"
     package = "flash-attn-4"
     capability = HOPPER
@@ -135,6 +136,7 @@ class TorchVarlen:
     """
 
     name = "torch_varlen"
+    preference = 30
     _wanted_parameters = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal")
 
     def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -190,11 +192,12 @@ class Flex:
     """FlexAttention with a block mask of the segments; compiled, so lengths are padded up to a whole bucket."""
 
     name = "flex"
+    preference = 40
     bucket = 128
 
     def __init__(self) -> None:
-        self._compiled: Callable[..., Any] | None = None
-        self._masks: dict[tuple[tuple[int, ...], tuple[int, ...], bool, torch.device], Any] = {}
+        self.kernel: Callable[..., Any] | None = None
+        self.masks: dict[tuple[tuple[int, ...], tuple[int, ...], bool, torch.device], Any] = {}
 
     def probe(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cuda":
@@ -213,11 +216,11 @@ class Flex:
         scale: float | None = None,
     ) -> Tensor:
         require_packed(q_NHD, k_MGD, v_MGD, segments)
-        if self._compiled is None:
+        if self.kernel is None:
             flex = importlib.import_module("torch.nn.attention.flex_attention")
-            self._compiled = torch.compile(flex.flex_attention, dynamic=False)
+            self.kernel = torch.compile(flex.flex_attention, dynamic=False)
         num_q = q_NHD.shape[0]
-        out_1HND = self._compiled(
+        out_1HND = self.kernel(
             self._bucketed(q_NHD),
             self._bucketed(k_MGD),
             self._bucketed(v_MGD),
@@ -235,11 +238,11 @@ class Flex:
     def _block_mask(self, segments: Segments, causal: bool, device: torch.device) -> Any:
         """The block mask of these segments; the last few are kept, since all layers of a step share them."""
         key = (segments.lengths_q, segments.lengths_k, causal, device)
-        if key not in self._masks:
-            if len(self._masks) >= 8:
-                self._masks.pop(next(iter(self._masks)))
-            self._masks[key] = self._build_block_mask(segments, causal, device)
-        return self._masks[key]
+        if key not in self.masks:
+            if len(self.masks) >= 8:
+                self.masks.pop(next(iter(self.masks)))
+            self.masks[key] = self._build_block_mask(segments, causal, device)
+        return self.masks[key]
 
     def _build_block_mask(self, segments: Segments, causal: bool, device: torch.device) -> Any:
         flex = importlib.import_module("torch.nn.attention.flex_attention")

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose an attention backend: the named one, or the first that can run and computes the right numbers."""
+"""Choose an attention backend: the named one, or the first that can run and computes the right numbers.
+
+Every backend is checked against dense fp32 attention with an explicit mask before it is used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from embodix.attention.backend import dtype_problem
-from embodix.attention.reference import reference_attention
-from embodix.attention.segments import Segments
+from embodix.attention.segments import Segments, dtype_problem
 from embodix.contracts import AttentionBackend
-
-# Fastest first; backends of other packages come after these, in the order they were registered.
-PREFERENCE = ("flash_attn_2", "flash_attn_4", "torch_varlen", "flex", "segment_auto", "segment_gemm", "segment_sdpa")
 
 # Largest relative error (Frobenius norm) that the self-check lets pass; bf16 itself costs about 4e-3.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -58,9 +57,17 @@ def usable_backends(device: torch.device, dtype: torch.dtype, head_dim: int, can
     return [n for n in by_preference(candidates) if candidates[n]().probe(device, dtype, head_dim) is None]
 
 
-def by_preference(names: Sequence[str] | BackendFactories) -> list[str]:
-    """Names in the order in which ``auto`` tries them."""
-    return [n for n in PREFERENCE if n in names] + [n for n in names if n not in PREFERENCE]
+def by_preference(candidates: BackendFactories) -> list[str]:
+    """Names in the order in which ``auto`` tries them: the lowest ``preference`` first, those without one last."""
+    return sorted(candidates, key=lambda name: _place(candidates[name]))
+
+
+def _place(make: Callable[[], AttentionBackend]) -> float:
+    try:
+        preference = getattr(make(), "preference", None)
+    except Exception:  # a backend that can't be made says so when it is its turn
+        preference = None
+    return math.inf if preference is None else preference
 
 
 def _first_that_works(
@@ -121,3 +128,38 @@ def _output_and_gradients(
 def _relative_error(got: Tensor, wanted: Tensor) -> float:
     difference = (got.detach().float() - wanted.detach().float()).norm()
     return float(difference / wanted.detach().float().norm())
+
+
+def visible_keys(segments: Segments, *, causal: bool, device: torch.device) -> Tensor:
+    """Bool ``[N, M]``: which packed key each packed query may see."""
+    num_q, num_k = sum(segments.lengths_q), sum(segments.lengths_k)
+    visible = torch.zeros(num_q, num_k, dtype=torch.bool, device=device)
+    start_q = start_k = 0
+    for length_q, length_k in zip(segments.lengths_q, segments.lengths_k, strict=True):
+        block = torch.ones(length_q, length_k, dtype=torch.bool, device=device)
+        if causal:
+            block = block.tril(diagonal=length_k - length_q)
+        visible[start_q : start_q + length_q, start_k : start_k + length_k] = block
+        start_q, start_k = start_q + length_q, start_k + length_k
+    return visible
+
+
+def reference_attention(
+    q_NHD: Tensor,
+    k_MGD: Tensor,
+    v_MGD: Tensor,
+    segments: Segments,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """fp32 attention over the whole packed batch with a dense mask, ``[N, H, D]``; rows that see no key are 0."""
+    group = q_NHD.shape[1] // k_MGD.shape[1]
+    q_HND = q_NHD.float().transpose(0, 1)
+    k_HMD = k_MGD.float().transpose(0, 1).repeat_interleave(group, dim=0)
+    v_HMD = v_MGD.float().transpose(0, 1).repeat_interleave(group, dim=0)
+    visible = visible_keys(segments, causal=causal, device=q_NHD.device)
+    scores = q_HND @ k_HMD.transpose(1, 2) * (q_NHD.shape[-1] ** -0.5 if scale is None else scale)
+    lowest = torch.finfo(torch.float32).min
+    weights = torch.softmax(scores.masked_fill(~visible, lowest), dim=-1).masked_fill(~visible, 0.0)
+    return (weights @ v_HMD).transpose(0, 1)

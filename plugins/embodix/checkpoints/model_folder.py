@@ -17,11 +17,11 @@ from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.utils.constants import CHECKPOINTS_DIR, LAST_CHECKPOINT_LINK, PRETRAINED_MODEL_DIR
 from omegaconf import DictConfig
 
+from embodix.config.compose import compose_train, merge_overrides
 from embodix.data.embodiments import EMBODIMENTS_DIR, embodiment_folder
 from embodix.data.mixture_spec import decode_mixture, is_mixture
 from embodix.policies.support import support_of
 from embodix.training.checkpoint import ARCHITECTURE_FILE, OVERRIDES_FILE
-from embodix.training.run import compose_train, merge_overrides
 from embodix_fp8.blocks import ScaledWeight
 from embodix_fp8.file_format import CONFIG_KEY, QuantizedWeights, is_quantized
 

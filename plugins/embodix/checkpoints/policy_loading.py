@@ -18,10 +18,10 @@ from omegaconf import DictConfig
 
 from embodix.checkpoints.env_features import require_fitting_features
 from embodix.checkpoints.model_folder import ModelFolder
+from embodix.config.train_schema import NamedChoice
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patched
 from embodix.policies.support import support_of
-from embodix.schema.train import NamedChoice
 from embodix.training.features import UNCHANGED, install_features, select_features
 from embodix.training.host_context import QUANTIZED_PATCH, policy_patches
 

@@ -12,8 +12,8 @@ from embodix.cli.hydra_app import run_hydra_app
 
 if TYPE_CHECKING:
     from embodix.report.compare import SpeedBound
+    from embodix.training.lockstep import Variant
     from embodix.training.session import TrainingSession
-    from embodix.training.side_by_side import Variant
 
 
 def compare_task(cfg: DictConfig) -> None:
@@ -24,7 +24,7 @@ def compare_task(cfg: DictConfig) -> None:
     from embodix.report.table import print_comparison
     from embodix.report.write import write_comparison
     from embodix.training.host_context import host_context
-    from embodix.training.side_by_side import compose_variants, measure_memory, train_side_by_side
+    from embodix.training.lockstep import compose_variants, measure_memory, train_side_by_side
 
     hydra_cfg = HydraConfig.get()
     output_dir = Path(hydra_cfg.runtime.output_dir)
@@ -56,11 +56,11 @@ def _require_checkpoints(cfg: DictConfig) -> None:
 
 def _evaluate(sessions: list[TrainingSession], cfg: DictConfig, output_dir: Path) -> None:
     """`lerobot eval` on what was trained: all variants and their controls on the same episodes."""
+    from embodix.config.compose import compose
     from embodix.evaluation.controls import applicable_controls
     from embodix.evaluation.evaluate import run_evaluation
     from embodix.evaluation.simulators import simulators_of
     from embodix.report.evaluation_table import print_evaluations
-    from embodix.schema.compose import compose
 
     overrides = [
         f"eval.n_episodes={cfg.eval.n_episodes}",

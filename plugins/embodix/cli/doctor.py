@@ -14,10 +14,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from embodix.cli.hydra_app import explain
+from embodix.config.compose import compose
 from embodix.doctor.console import show
 from embodix.doctor.diagnose import diagnose
 from embodix.plugins import PluginError, load_plugins
-from embodix.schema.compose import compose
 
 WIDTH_OF_FILES = 150
 

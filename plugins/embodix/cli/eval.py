@@ -8,8 +8,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from embodix.cli.hydra_app import INTERRUPTED, begun_overrides, run_hydra_app
-from embodix.schema.compose import compose
+from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app
+from embodix.config.compose import begun_overrides, compose
 
 
 def eval_task(cfg: DictConfig) -> float:

@@ -11,8 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -23,8 +21,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from embodix.config.compose import CONFIG_MODULE, compose, config_names, register_schemas
 from embodix.patching import PatchError
-from embodix.schema.compose import CONFIG_MODULE, compose, config_packages, register_schemas
 
 CONFIG_PACKAGE = f"pkg://{CONFIG_MODULE}"
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -38,7 +36,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     Returns:
         0, or 1 after a user's mistake was printed (set HYDRA_FULL_ERROR=1 for the traceback).
     """
-    register_schemas()
+    register_schemas(config_name)
     sys.argv = [sys.argv[0], *argv]
     wants_traceback = os.environ.get(FULL_ERROR) == "1"
     os.environ[FULL_ERROR] = "1"  # Hydra then raises instead of printing and leaving
@@ -53,28 +51,6 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     finally:
         os.environ[FULL_ERROR] = "1" if wants_traceback else "0"
     return 0
-
-
-def begun_overrides(folder: Path, config_name: str, verb: str, key: str, overrides: list[str]) -> list[str]:
-    """The overrides that the run in a folder was begun with.
-
-    Args:
-        folder: that `key` names.
-        config_name: the primary config of such a run.
-        verb: its command, for messages.
-        key: the override that resumes, without its value.
-        overrides: of this command line; none but `key` may be among them, since a run is resumed as it was begun.
-
-    Raises:
-        ValueError: no such run in the folder, or other overrides.
-    """
-    recorded, job = folder / ".hydra" / "overrides.yaml", folder / ".hydra" / "hydra.yaml"
-    if not recorded.is_file() or OmegaConf.load(job).hydra.job.config_name != config_name:
-        raise ValueError(f"{key}={folder} is no folder of `{verb}` ({recorded} is missing).")
-    others = [word for word in overrides if not word.startswith(f"{key}=")]
-    if others:
-        raise ValueError(f"A run of `{verb}` is resumed as it was begun; leave out {', '.join(others)}.")
-    return [str(word) for word in OmegaConf.load(recorded)]
 
 
 def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
@@ -109,13 +85,11 @@ def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
 
 def _misplaced_hints(config_name: str, overrides: list[Override]) -> list[str]:
     """For experiments of other commands."""
-    found = [file for package in config_packages() for file in files(package).iterdir()]
-    config_names = sorted(Path(file.name).stem for file in found if file.name.endswith(".yaml"))
     hints = []
     for line in (str(o.input_line) for o in overrides if o.key_or_group == "experiment"):
         if _composes(config_name, line):
             continue
-        if fitting := [name for name in config_names if name != config_name and _composes(name, line)]:
+        if fitting := [name for name in config_names() if name != config_name and _composes(name, line)]:
             hints.append(f"{line} belongs to {', '.join(fitting)}; {config_name} can't have it.")
     return hints
 

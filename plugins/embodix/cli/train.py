@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from omegaconf import DictConfig
 
 from embodix.cli.hydra_app import run_hydra_app
@@ -18,10 +20,26 @@ def train_task(cfg: DictConfig) -> float:
         plugins.registry().require_healthy()
 
     from embodix.training.run import run_training
-    from embodix.training.threads import limit_threads_for_launcher
 
     limit_threads_for_launcher(HydraConfig.get().launcher)
     return run_training(cfg, list(HydraConfig.get().overrides.task)).final_loss
+
+
+def limit_threads_for_launcher(launcher: Any) -> None:
+    """Give each job of a joblib sweep its share of the cores; a lone job keeps torch's default.
+
+    Args:
+        launcher: Hydra's launcher node; joblib's has ``n_jobs`` (-1 for one job a core).
+    """
+    num_jobs = launcher.get("n_jobs") if launcher is not None else None
+    if num_jobs in (None, 1):
+        return
+    import psutil
+    import torch
+
+    num_cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+    num_jobs = num_cores if num_jobs < 1 else num_jobs
+    torch.set_num_threads(max(1, num_cores // num_jobs))
 
 
 def run(argv: list[str]) -> int:

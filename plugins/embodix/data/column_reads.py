@@ -90,13 +90,13 @@ class _Known:
     bounds: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-_known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+known_readers: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
 
 
 def _known_of(reader: DatasetReader) -> _Known:
-    known = _known.get(reader)
+    known = known_readers.get(reader)
     if known is None:
-        known = _known[reader] = _Known()
+        known = known_readers[reader] = _Known()
     return known
 
 

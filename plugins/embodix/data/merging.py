@@ -15,7 +15,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.types import FeatureType
 from torch import Tensor
 
-from embodix.data.mixture import Member
+from embodix.data.mixture_dataset import Member
 from embodix.data.preprocessing import ACTION_DIMS_KEY, CAMERA_PAD_KEY, EmbodimentPart, PreprocessedBatch
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``dataset=mixture`` may hold, checked before anything is loaded."""
+"""What ``dataset=mixture`` may hold, checked before anything is loaded, and which camera fills which policy slot."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.configs.types import FeatureType
 
 MEMBERS, EVALUATE_AS = "members", "evaluate_as"
 HOST_FIELDS = ("image_transforms", "use_imagenet_stats", "streaming")
@@ -25,7 +28,7 @@ class MemberSpec:
         weight: its share of the draws, relative to the others'; None in every member for shares by size.
         cameras: dataset camera -> policy slot; a camera mapped to None, or left out of a mapping that is given, is
             not read. None keeps every camera under its own name. The prefix ``observation.images.`` may be left out.
-        embodiment_tag: GR00T's embodiment; None for the policy config's.
+        embodiment_tag: for a policy whose config has one; None for the config's.
     """
 
     name: str
@@ -187,3 +190,35 @@ def require_local_members(spec: MixtureSpec) -> None:
         lacking = [key for key in ("observation.state", "action") if key not in features]
         if lacking:
             raise ValueError(f"{place}: the dataset at {root} has no {' and no '.join(lacking)}.")
+
+
+CameraMap = Mapping[str, str | None]
+
+
+def policy_slots(policy: PreTrainedConfig) -> tuple[str, ...]:
+    """Camera slots that the policy's config fixes; none for a policy whose slots come from the data."""
+    features = policy.input_features or {}
+    return tuple(key for key, feature in features.items() if feature.type is FeatureType.VISUAL)
+
+
+def map_cameras(spec: MemberSpec, cameras: tuple[str, ...], slots: tuple[str, ...]) -> CameraMap:
+    """The slot of each camera of a dataset, None for one that is not read.
+
+    Raises:
+        ValueError: a camera the dataset does not have, a slot the policy does not have, or no camera at all.
+    """
+    place = f"dataset.members.{spec.name}.cameras"
+    asked = spec.cameras if spec.cameras is not None else {camera: camera for camera in cameras}
+    unknown = [camera for camera in asked if camera not in cameras]
+    if unknown:
+        raise ValueError(f"{place} names {', '.join(unknown)}; the dataset has {', '.join(cameras) or 'no camera'}.")
+    mapped: dict[str, str | None] = {camera: asked.get(camera) for camera in cameras}
+    stray = [f"{camera} -> {slot}" for camera, slot in mapped.items() if slot is not None and slot not in slots]
+    if slots and stray:
+        raise ValueError(
+            f"{place}: the policy has no such slot for {', '.join(stray)}; its slots are {', '.join(slots)}. "
+            f"Map the camera to one of them, or to null to leave it out: {place}={{<camera>: <slot>}}."
+        )
+    if not any(mapped.values()):
+        raise ValueError(f"{place} leaves no camera; a sample needs one at least. Cameras: {', '.join(cameras)}.")
+    return mapped

@@ -3,6 +3,8 @@
 
 A batch that was preprocessed there is marked by its type, and the training loop's preprocessor only moves it to the
 device. Samples of several embodiments are preprocessed embodiment by embodiment and merged in their order.
+
+Shape suffixes: B samples, C camera slots, D dimensions of the widest embodiment.
 """
 
 from __future__ import annotations

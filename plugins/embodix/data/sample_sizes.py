@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from embodix.contracts import MeasuresSamples
 from embodix.data.preprocessing import CAMERA_PAD_KEY
-from embodix.packing.sizes import IntArray, SampleSizes
+from embodix.packing.sample_cost import IntArray, SampleSizes
 
 Preprocessor = Callable[[dict[str, Any]], Mapping[str, Any]]
 

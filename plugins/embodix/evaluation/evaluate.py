@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from embodix.checkpoints.env_features import env_name
 from embodix.checkpoints.model_folder import ModelFolder, find_model
 from embodix.checkpoints.policy_loading import loaded_policy
+from embodix.config.compose import options_of
 from embodix.contracts import Simulators
 from embodix.evaluation.actors import Actor, ExpertActor, ReplayActor
 from embodix.evaluation.choices import check_choices, needs_policy, policy_choices
@@ -31,7 +32,6 @@ from embodix.report.evaluation import Evaluation, pair_success, read_evaluation
 from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
 from embodix.report.evaluation_record import EPISODES_FILE, RESULTS_FILE, EvaluationRun, results_record, write_results
 from embodix.report.manifest import write_text_atomically
-from embodix.schema.compose import options_of
 from embodix.training.host_config import decode_env
 
 PAGE_FILE, PAIRS_FILE = "results.html", "pairs.json"

@@ -3,8 +3,7 @@
 
 from embodix.contracts import BatchComposer, Packer, ShapePadder
 from embodix.packing.batches import BatchStream
-from embodix.packing.cost import CostModel
 from embodix.packing.layout import PackedLayout
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import CostModel, SampleSizes
 
 __all__ = ["BatchComposer", "BatchStream", "CostModel", "PackedLayout", "Packer", "SampleSizes", "ShapePadder"]

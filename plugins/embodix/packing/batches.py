@@ -3,21 +3,20 @@
 
 An epoch's order is packed into bins; no bin holds samples of two epochs, but a step may take the last bins of one and
 the first of the next. The position is a number of bins, so that a run is taken up anywhere, with any number of ranks.
+Each rank gets the same number of a step's bins and as nearly as possible the same cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from embodix.contracts import BatchComposer
-from embodix.packing.balance import assign_to_ranks
 from embodix.packing.bins import Bins
-from embodix.packing.cost import CostModel
-from embodix.packing.sizes import FloatArray, IntArray, SampleSizes
+from embodix.packing.sample_cost import CostModel, FloatArray, IntArray, SampleSizes
 
 
 class EpochOrder(Protocol):
@@ -59,7 +58,7 @@ class ScheduledCost:
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """One optimizer step.
 
     Attributes:
@@ -131,10 +130,10 @@ class BatchStream:
         scaled = model.in_tokens(self._sizes)
         self._schedule.append(ScheduledCost(scaled, self.position.num_bins, self.position.epoch + 1))
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[OptimizerStep]:
         return self
 
-    def __next__(self) -> Step:
+    def __next__(self) -> OptimizerStep:
         start = self.position
         bins, position = [], start
         for _ in range(self._num_ranks * self._composer.bins_per_step):
@@ -145,7 +144,7 @@ class BatchStream:
         costs = [float(costs_N[samples].sum()) for samples in bins]
         ranks = assign_to_ranks(costs, self._num_ranks)
         self.position = position
-        return Step(
+        return OptimizerStep(
             ranks=[[bins[index] for index in indices] for indices in ranks],
             costs=[[costs[index] for index in indices] for indices in ranks],
             end=position,
@@ -219,3 +218,51 @@ class BatchStream:
         if self._costs is None or self._costs[0] != model:
             self._costs = (model, model.costs(self._sizes))
         return self._costs[1]
+
+
+def assign_to_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Indices of the bins of each rank, in the order of the bins.
+
+    The dearest bin goes to the rank with the least so far that still has room (longest processing time first).
+
+    Raises:
+        ValueError: a number of bins that the ranks cannot share equally.
+    """
+    if num_ranks < 1 or len(costs) % num_ranks:
+        raise ValueError(f"{len(costs)} bins cannot be shared equally by {num_ranks} ranks.")
+    per_rank = len(costs) // num_ranks
+    if per_rank == 1:
+        return [[index] for index in range(num_ranks)]
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    load = np.zeros(num_ranks)
+    for index in np.argsort(-np.asarray(costs), kind="stable"):
+        rank = int(load.argmin())
+        ranks[rank].append(int(index))
+        load[rank] += costs[index]
+        if len(ranks[rank]) == per_rank:
+            load[rank] = np.inf
+    return [sorted(bins) for bins in ranks]
+
+
+class FixedCountComposer:
+    """The same number of samples in every bin, the last of an epoch excepted."""
+
+    def __init__(self, bins_per_step: int = 1) -> None:
+        self.bins_per_step = require_bins_per_step(bins_per_step)
+
+    def compose(self, samples_N: IntArray, sizes: SampleSizes, samples_per_bin: float, cost: CostModel) -> Bins:
+        """Consecutive samples, ``samples_per_bin`` rounded to a whole number at a time."""
+        count = max(1, round(samples_per_bin))
+        ends_K = np.append(np.arange(count, samples_N.size, count), samples_N.size).astype(np.int64)
+        return Bins(samples_N, ends_K)
+
+
+def require_bins_per_step(bins_per_step: int) -> int:
+    """The number itself.
+
+    Raises:
+        ValueError: below one.
+    """
+    if bins_per_step < 1:
+        raise ValueError(f"A step takes one bin a rank at least; got packing.options.bins_per_step={bins_per_step}.")
+    return bins_per_step

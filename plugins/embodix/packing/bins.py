@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embodix.packing.sizes import FloatArray, IntArray
+from embodix.packing.sample_cost import FloatArray, IntArray
 
 MAX_UNITS = 2**20  # budgets above it are counted in coarser units, samples rounded up
 TOLERANCES = (1 / 200, 1 / 1000, 1 / 4096, 0.0)  # of the budget; the coarsest keeps nearest to the order

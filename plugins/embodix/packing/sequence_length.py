@@ -14,12 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from embodix.packing.batches import require_bins_per_step
 from embodix.packing.bins import Bins, Limits, best_fit
-from embodix.packing.composer import require_bins_per_step
-from embodix.packing.cost import CostModel
-from embodix.packing.layout import PackedLayout
-from embodix.packing.packers import PaddingFreePacker
-from embodix.packing.sizes import IntArray, SampleSizes
+from embodix.packing.layout import PackedLayout, PaddingFreePacker
+from embodix.packing.sample_cost import CostModel, IntArray, SampleSizes
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class SequenceLengthPacker:
         return self._padding_free.layout(valid_BS)
 
     def compose(self, samples_N: IntArray, sizes: SampleSizes, samples_per_bin: float, cost: CostModel) -> Bins:
-        """Bins that the largest shape holds, see :class:`embodix.packing.composer.BatchComposer`.
+        """Bins that the largest shape holds, see :class:`embodix.contracts.BatchComposer`.
 
         The shapes are set by the first epoch that is composed; ``cost`` does not matter to them.
         """

@@ -11,12 +11,10 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from embodix.packing.batches import require_bins_per_step
 from embodix.packing.bins import NUM_TRIED, Bins, Limits, best_fit, first_fit_decreasing
-from embodix.packing.composer import require_bins_per_step
-from embodix.packing.cost import CostModel
-from embodix.packing.layout import PackedLayout
-from embodix.packing.packers import PaddingFreePacker
-from embodix.packing.sizes import FloatArray, IntArray, SampleSizes
+from embodix.packing.layout import PackedLayout, PaddingFreePacker
+from embodix.packing.sample_cost import CostModel, FloatArray, IntArray, SampleSizes
 
 ALGORITHMS = {"best_fit": best_fit, "first_fit_decreasing": first_fit_decreasing}
 FIT = "fit"
@@ -87,7 +85,7 @@ class TokenBudgetPacker:
         return self._padding_free.layout(valid_BS)
 
     def compose(self, samples_N: IntArray, sizes: SampleSizes, samples_per_bin: float, cost: CostModel) -> Bins:
-        """Bins within the limits, see :class:`embodix.packing.composer.BatchComposer`."""
+        """Bins within the limits, see :class:`embodix.contracts.BatchComposer`."""
         costs_N, images_N = cost.costs(sizes)[samples_N], sizes.images_N[samples_N]
         budget = self.budget if self.budget is not None else self.choose_budget(costs_N, images_N, samples_per_bin)
         return self._bins(samples_N, costs_N, images_N, budget)

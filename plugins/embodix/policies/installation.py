@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every fast path does to put its methods on one host policy and to take them off again."""
+"""Putting a fast path's methods on one host policy, taking them off again, and the refusals that all fast paths share.
+
+While a fast path is in place on a CPU, SigLIP's attention gets head dimensions that torch's kernel likes: the fused
+kernel is about twice as slow where head_dim is no multiple of 8. Zeros appended to q, k and v change no score and no
+output, so the function stays the same; a real SigLIP (72) needs no padding.
+
+Shape suffixes: B images, H heads, L patches, D head_dim.
+"""
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from embodix.patching import version_problem
 from embodix.policies.settings import FastPathSettings, TokenCounts
-from embodix.policies.vision_attention import align_vision_attention
 
 REPLACED_METHODS = ("forward", "predict_action_chunk")
 
@@ -106,3 +114,71 @@ def require_own_methods(policy: nn.Module) -> None:
     """
     if any(name in policy.__dict__ for name in REPLACED_METHODS):
         raise ValueError("This policy already has replaced methods; uninstall them first.")
+
+
+ALIGNED_ATTENTION = "embodix_aligned_sdpa"
+HEAD_DIM_STEP = 8
+
+
+def aligned_attention(
+    module: Any,
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Bidirectional attention with the signature of ``transformers.AttentionInterface``: output ``[B, L, H, D]``."""
+    head_dim = query_BHLD.shape[-1]
+    padding = (0, -head_dim % HEAD_DIM_STEP)
+    out_BHLD = F.scaled_dot_product_attention(
+        F.pad(query_BHLD, padding),
+        F.pad(key_BHLD, padding),
+        F.pad(value_BHLD, padding),
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        scale=head_dim**-0.5 if scaling is None else scaling,
+    )
+    return out_BHLD[..., :head_dim].transpose(1, 2).contiguous(), None
+
+
+def align_vision_attention(tower: Any) -> Callable[[], None]:
+    """Use ``aligned_attention`` in a ``SiglipVisionModel`` where it pays; returns the undo."""
+    from transformers import AttentionInterface
+
+    attention = tower.vision_model.encoder.layers[0].self_attn
+    config = attention.config
+    before = config._attn_implementation
+    unaligned = attention.head_dim % HEAD_DIM_STEP != 0
+    on_cpu = attention.q_proj.weight.device.type == "cpu"
+    if not (unaligned and on_cpu and before == "sdpa"):
+        return lambda: None
+    AttentionInterface.register(ALIGNED_ATTENTION, aligned_attention)
+    config._attn_implementation = ALIGNED_ATTENTION
+
+    def undo() -> None:
+        config._attn_implementation = before
+
+    return undo
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like ``name``, or None."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return matches[0] if matches else None
+
+
+def require_key(batch: Mapping[str, Any], key: str, reason: str) -> Any:
+    """``batch[key]``.
+
+    Raises:
+        ValueError: the key is absent; the message has the reason it is needed, the keys that are there, and the
+            nearest of them.
+    """
+    if key in batch:
+        return batch[key]
+    near = nearest(key, batch)
+    hint = f" Did you mean {near!r}?" if near else ""
+    raise ValueError(f"{reason} needs the batch key {key!r}; got {', '.join(sorted(batch))}.{hint}")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fast path is asked to do, and the contract of the wrapper that installs it."""
+"""What a fast path is asked to do, and what it tells: counts, a check of its reference, the steps of its sampler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -30,8 +30,6 @@ class FastPathSettings:
             mean over ranks of the whole step's, so that ranks and micro-batches together give the global mean.
         uneven_batches: batches of a step may differ in size, so that losses are normalised by ``reduce_count`` even
             where every element of a batch is valid.
-        camera_names: image keys of the columns of ``camera_is_pad``; None takes the batch's cameras in the order of
-            ``config.image_features``.
     """
 
     packer: Packer
@@ -41,7 +39,6 @@ class FastPathSettings:
     flow_samples: int = 1
     reduce_count: Callable[[Tensor], Tensor] | None = None
     uneven_batches: bool = False
-    camera_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         _require_choice("vision_tokens", self.vision_tokens, ("upstream", "valid"))
@@ -108,3 +105,12 @@ class ReferenceCheck:
     cause: str
     fast_difference: float
     host_batch_difference: float
+
+
+class DenoisingObserver(Protocol):
+    """Called by an action sampler after every denoising step; it must not change the state."""
+
+    def __call__(self, step: int, state_BTA: Tensor) -> None:
+        """``step`` counts from 0; ``state_BTA`` is the state after it, the last one the chunk (padded dimensions
+        included)."""
+        ...

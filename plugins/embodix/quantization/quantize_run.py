@@ -18,6 +18,7 @@ from embodix import plugins
 from embodix.checkpoints.model_folder import ModelFolder, find_model
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
 from embodix.checkpoints.skeleton import policy_skeleton, unfed_config
+from embodix.config.compose import merge_overrides
 from embodix.policies.support import require_offered
 from embodix.quantization.gate_checkpoint import gate_checkpoint
 from embodix.quantization.quantization_record import add_sqnr, quantization_record
@@ -32,7 +33,6 @@ from embodix.report.manifest import write_text_atomically
 from embodix.report.quantization_page import render_quantization
 from embodix.report.wording import memory
 from embodix.schema.gate import GateSettings
-from embodix.training.run import merge_overrides
 from embodix_fp8.blocks import ScaledWeight
 from embodix_fp8.conversion import sqnr_of_weight_db, write_weights
 from embodix_fp8.file_format import QuantizedWeights

@@ -8,8 +8,8 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
+from embodix.config.train_schema import NamedChoice, TokenizerSettings
 from embodix.schema.gate import GateSettings
-from embodix.schema.train import NamedChoice, TokenizerSettings
 
 
 @dataclass

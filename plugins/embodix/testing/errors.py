@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far two computations of the same thing are apart."""
+"""How far two computations of the same thing are apart, and what one training run leaves to compare."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,12 @@ def compare_gradients(got: Gradients, wanted: Gradients) -> GradientComparison:
 
     The bias of a key projection shifts all scores of a query alike, so its true gradient is zero and what is
     computed is rounding error: it is measured against the gradient of the same projection's weight.
+
+    Raises:
+        ValueError: no gradient to compare with.
     """
+    if all(gradient is None for gradient in wanted.values()):
+        raise ValueError(f"None of {len(wanted)} parameters has a gradient to compare with; call backward first.")
     comparison = GradientComparison()
     comparison.structure = sorted(set(got) ^ set(wanted))
     norms = {name: float(value.double().norm()) for name, value in wanted.items() if value is not None}
@@ -74,3 +80,21 @@ def compare_gradients(got: Gradients, wanted: Gradients) -> GradientComparison:
     total = sum(norm**2 for norm in norms.values()) ** 0.5
     comparison.whole = squared_difference**0.5 / total if total else 0.0
     return comparison
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Loss, gradients by parameter name, and the state of the random generator afterwards."""
+
+    loss: float
+    gradients: dict[str, Tensor | None]
+    random_state: Tensor
+
+
+def finish_run(policy: Any, loss: Tensor) -> TrainingRun:
+    """Backward; the gradients are copied and cleared."""
+    policy.zero_grad(set_to_none=True)
+    loss.backward()
+    run = TrainingRun(loss.item(), gradients_of(policy), torch.get_rng_state())
+    policy.zero_grad(set_to_none=True)
+    return run

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from embodix.config.compose import compose
 from embodix.patching import patched, replace_attribute
 from embodix.policies.support import sizes_patch, support_of
-from embodix.schema.compose import compose
 from embodix.training.host_config import decode_host_config
 from embodix.training.host_context import command_line
 from embodix.training.run import RunResult, run_training

@@ -3,18 +3,23 @@
 
 Upstream calls ``prepare`` once, before its first step, and then ``autocast``, ``backward``, ``clip_grad_norm_``
 and ``unwrap_model`` at fixed places of every step. The session is told of each; what upstream asked for is then
-done by accelerate itself.
+done by accelerate itself. At these marks, and where the loop asks its loader, a clock splits the step into phases, in
+process CPU time and wall time.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+
+from embodix.report.steps import PHASES
 
 
 class StepObserver(Protocol):
@@ -78,3 +83,45 @@ class ObservedAccelerator(Accelerator):
         # update_policy asks for the bare model once, after optimizer and schedule have stepped.
         self._observer.step_ended()
         return super().unwrap_model(*args, **kwargs)
+
+
+@dataclass
+class StepClock:
+    """Accumulates the time between marks into the phase that just ended.
+
+    Attributes:
+        synchronize: wait for the device before reading the clock, so that GPU phases are exact.
+    """
+
+    device: torch.device
+    synchronize: bool = False
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    wall_s: dict[str, float] = field(default_factory=dict)
+    _last: tuple[float, float] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._last is not None
+
+    def start(self) -> None:
+        """Begin a step: the time until the first :meth:`end` belongs to that phase."""
+        self.cpu_s = dict.fromkeys(PHASES, 0.0)
+        self.wall_s = dict.fromkeys(PHASES, 0.0)
+        self._last = self._read()
+
+    def end(self, phase: str) -> None:
+        """The time since the last mark was spent in ``phase``."""
+        if self._last is None:
+            return
+        now = self._read()
+        self.cpu_s[phase] += now[0] - self._last[0]
+        self.wall_s[phase] += now[1] - self._last[1]
+        self._last = now
+
+    def stop(self) -> None:
+        self._last = None
+
+    def _read(self) -> tuple[float, float]:
+        if self.synchronize and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.process_time(), time.perf_counter()

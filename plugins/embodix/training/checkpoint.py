@@ -22,9 +22,8 @@ from lerobot.utils.constants import (
     TRAINING_STATE_DIR,
 )
 
-from embodix.training.loader import LoaderState
+from embodix.training.loader import LoaderState, StreamState
 from embodix.training.session import current_session
-from embodix.training.step_loader import StreamState
 
 OVERRIDES_FILE = "embodix_overrides.json"
 ARCHITECTURE_FILE = "embodix_architecture.json"

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose packer composes the batches: sizes, stream, loader, step and schedule, put together once."""
+"""A run whose packer composes the batches: sizes, stream, loader, step, schedule and cost model, put together once."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from lerobot.configs.train import TrainPipelineConfig
 from torch.utils.data import default_collate
 
@@ -16,14 +19,11 @@ from embodix.contracts import BatchComposer
 from embodix.data.order import SampleOrder, ShuffledOrder
 from embodix.data.sample_sizes import SizedDataset, measure_samples
 from embodix.packing.batches import BatchStream
-from embodix.packing.cost import CostModel
-from embodix.packing.sizes import SampleSizes
+from embodix.packing.sample_cost import CostModel, IntArray, MeasuredBin, SampleSizes, fit_cost
 from embodix.policies.settings import TokenCounts
-from embodix.training.cost_fit import CostFit
 from embodix.training.features import InstalledFeatures
-from embodix.training.sample_schedule import SampleSchedule
+from embodix.training.loader import StepDataset, StepLoader, StreamState
 from embodix.training.step_forward import StepCount, StepForward
-from embodix.training.step_loader import StepDataset, StepLoader, StreamState
 
 
 def require_composable(host_cfg: TrainPipelineConfig) -> None:
@@ -196,3 +196,102 @@ class Composition:
             f"Cost model fitted to {num_measured} bins, in tokens: {scaled}. It shares bins among processes from now "
             "on and packs from the next epoch on; packing.options.cost takes it as it is."
         )
+
+
+class SampleSchedule:
+    """Advances a scheduler once for every ``samples_a_step`` samples: not at all, once or several times a step.
+
+    Args:
+        scheduler: the scheduler that accelerate prepared.
+        samples_a_step: ``train.batch_size`` x processes, what a step of upstream holds.
+        step_samples: samples of the step that was just trained.
+        since_last: samples trained since the scheduler last advanced.
+    """
+
+    def __init__(
+        self, scheduler: Any, samples_a_step: int, step_samples: Callable[[], int], since_last: int = 0
+    ) -> None:
+        self.scheduler = scheduler
+        self.since_last = since_last
+        self._samples_a_step = samples_a_step
+        self._step_samples = step_samples
+
+    def step(self) -> None:
+        """Called by upstream's loop once an optimizer step."""
+        self.since_last += self._step_samples()
+        while self.since_last >= self._samples_a_step:
+            self.scheduler.step()
+            self.since_last -= self._samples_a_step
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+
+NUM_WARMUP = 2
+
+
+class CostFit:
+    """Measures the bins of ``num_steps`` steps after warm-up, then fits.
+
+    A bin's time is that of its forward and backward; of its forward alone where several processes wait for each other
+    in the backward.
+
+    Args:
+        num_steps: steps to measure.
+        sizes: of every sample.
+
+    Attributes:
+        measured: bins of this process so far.
+    """
+
+    def __init__(self, num_steps: int, sizes: SampleSizes, accelerator: Accelerator) -> None:
+        self.measured: list[MeasuredBin] = []
+        self._num_steps, self._sizes, self._accelerator = num_steps, sizes, accelerator
+        self._seen_steps = 0
+        self._seconds: list[float] = []
+        self._started: float | None = None
+
+    def bin_started(self) -> None:
+        self._started = self._now()
+
+    def forward_ended(self) -> None:
+        if self._accelerator.num_processes > 1:
+            self._stop()
+
+    def bin_ended(self) -> None:
+        self._stop()
+
+    def step_ended(self, bins: list[IntArray]) -> CostModel | None:
+        """Keep the step's bins; the fitted model after the last step, None before it or where nothing fits.
+
+        The fit is over the bins of all processes, each of which gets the same model.
+        """
+        if self._seen_steps >= NUM_WARMUP:
+            timed = zip(bins, self._seconds, strict=True)
+            self.measured += [MeasuredBin.of(samples, self._sizes, seconds) for samples, seconds in timed]
+        self._seconds = []
+        self._seen_steps += 1
+        return fit_cost(self._everyones()) if self.finished else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every step that is measured has been."""
+        return self._seen_steps >= NUM_WARMUP + self._num_steps
+
+    def _everyones(self) -> list[MeasuredBin]:
+        if self._accelerator.num_processes == 1:
+            return self.measured
+        return list(gather_object(self.measured))
+
+    def _stop(self) -> None:
+        if self._started is not None:
+            self._seconds.append(self._now() - self._started)
+            self._started = None
+
+    def _now(self) -> float:
+        if self._accelerator.device.type == "cuda":
+            torch.cuda.synchronize(self._accelerator.device)
+            return time.perf_counter()
+        return time.process_time()

@@ -15,11 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
 from embodix.attention.select import choose_backend
+from embodix.config.train_schema import NamedChoice
 from embodix.contracts import BatchComposer, Installation
 from embodix.data.mixture_spec import is_mixture
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
-from embodix.schema.train import NamedChoice
 from embodix.training.step_forward import StepCount, over_ranks
 from embodix_fp8.blocks import ScaledWeight
 from embodix_fp8.precision.installation import PrecisionInstallation

@@ -1,17 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run several upstream training loops in one process, one step at a time in turn.
+"""Train variants of one config side by side on the same samples, and measure each one's memory by itself.
 
-Each loop is upstream's own ``train()`` in a thread of its own; a turnstile lets exactly one of them run, and swaps
-the process-wide random state when the turn changes, so that each sees the stream it would see alone. Alternating
-A B A B makes the drift of the machine fall on all alike.
+Each variant is upstream's own ``train()`` in a thread of its own; a turnstile lets exactly one of them run, a step at a
+time in turn, and swaps the process-wide random state when the turn changes, so that each sees the stream it would see
+alone. Alternating A B A B makes the drift of the machine fall on all alike.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from lerobot.scripts import lerobot_train
 from lerobot.utils.random_utils import get_rng_state, set_rng_state
+from omegaconf import DictConfig, OmegaConf
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from embodix.config.compose import compose_train
+from embodix.patching import replace_attribute
+from embodix.policies.support import support_of
+from embodix.report.steps import StepRecord
+from embodix.training.accelerator import ObservedAccelerator
+from embodix.training.features import select_training_features
+from embodix.training.host_config import decode_host_config, fill_missing_preset, require_landed_groups
+from embodix.training.host_context import required_patches
+from embodix.training.run_data import require_trainable_dataset
+from embodix.training.session import MANIFEST_FILE, TrainingSession
 
 
 class AbandonedError(RuntimeError):
@@ -103,3 +125,169 @@ def run_in_turns(loops: Sequence[Callable[[Callable[[], None]], None]]) -> None:
         thread.join()
     if failures:
         raise failures[0]
+
+
+SHARED_NODES = ("dataset", "sampling", "tokenizer", "architecture", "env")
+SHARED_SETTINGS = ("seed", "steps", "batch_size")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A named config of the comparison, composed."""
+
+    name: str
+    overrides: list[str]
+    cfg: DictConfig
+
+
+def compose_variants(settings: DictConfig, overrides: list[str], output_dir: Path) -> list[Variant]:
+    """Compose each variant's train config.
+
+    Args:
+        settings: the ``compare`` node.
+        overrides: those of the command line; a variant's own come after them.
+        output_dir: run folders are made in ``<output_dir>/variants/<name>``.
+
+    Raises:
+        ValueError: fewer than two variants, or variants that differ in data, seed, steps, batch size or sizes,
+            so that their steps could not be compared.
+    """
+    common = [o for o in overrides if not o.lstrip("+~").startswith(("compare.", "compare=", "hydra"))]
+    variants = []
+    for name, own in settings.variants.items():
+        cfg = compose_train([*common, *own, "step_clock.synchronize=true"])
+        cfg.train.output_dir = str(output_dir / "variants" / str(name))
+        cfg.train.eval_freq = 0  # evaluated once, after training, on the same seeds
+        cfg.step_clock.count_flops_at = 1  # a warm-up step, which no time is taken from
+        variants.append(Variant(str(name), [*common, *own], cfg))
+    if len(variants) < 2:
+        raise ValueError(f"compare.variants needs at least two variants; got {[v.name for v in variants]}.")
+    _require_same_work(variants)
+    return variants
+
+
+def _require_same_work(variants: list[Variant]) -> None:
+    reference = variants[0]
+    for variant in variants[1:]:
+        for node in SHARED_NODES:
+            if variant.cfg[node] != reference.cfg[node]:
+                raise ValueError(_differs(reference, variant, node, reference.cfg[node], variant.cfg[node]))
+        for name in SHARED_SETTINGS:
+            if variant.cfg.train[name] != reference.cfg.train[name]:
+                values = reference.cfg.train[name], variant.cfg.train[name]
+                raise ValueError(_differs(reference, variant, f"train.{name}", *values))
+        if required_patches(variant.cfg) != required_patches(reference.cfg):
+            values = required_patches(reference.cfg), required_patches(variant.cfg)
+            raise ValueError(_differs(reference, variant, "patches", *values))
+
+
+def _differs(reference: Variant, variant: Variant, name: str, wanted: Any, got: Any) -> str:
+    return (
+        f"Variants are compared step by step on the same samples, so {name} must be the same in all; "
+        f"{reference.name!r} has {wanted}, {variant.name!r} has {got}. Compare such runs with `lerobot train -m`."
+    )
+
+
+def train_side_by_side(variants: list[Variant]) -> list[TrainingSession]:
+    """Run every variant's upstream loop, one step of each in turn; call inside the host context.
+
+    The sessions are still open on return, so that the trained policies can be evaluated; close each when done.
+    """
+    with _progress(variants) as on_step:
+        sessions = [_session(variant, on_step(variant.name)) for variant in variants]
+        for session in sessions[1:]:
+            session.data.announces = False  # one table of the data that all share
+        loops = [_loop(session) for session in sessions]
+        with ExitStack() as stack:  # several loops share one terminal: one display, and logs to Hydra's file only
+            stack.callback(replace_attribute(lerobot_train, "tqdm", _QuietProgress))
+            stack.callback(replace_attribute(lerobot_train, "init_logging", _keep_logging))
+            run_in_turns(loops)
+    return sessions
+
+
+def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> TrainingSession:
+    require_landed_groups(variant.cfg)
+    host_cfg = decode_host_config(variant.cfg)
+    fill_missing_preset(host_cfg)
+    config: Any = OmegaConf.to_container(variant.cfg, resolve=True)
+    require_trainable_dataset(host_cfg, config["dataset"])
+    support_of(variant.cfg.policy.type).prepare_assets(variant.cfg, host_cfg)
+    return TrainingSession(
+        name=variant.name,
+        host_cfg=host_cfg,
+        selection=select_training_features(variant.cfg),
+        config=config,
+        overrides=variant.overrides,
+        synchronize=variant.cfg.step_clock.synchronize,
+        count_flops_at=variant.cfg.step_clock.count_flops_at,
+        check_reference=True,
+        on_step=on_step,
+    )
+
+
+def _loop(session: TrainingSession) -> Callable[[Callable[[], None]], None]:
+    def loop(pass_on: Callable[[], None]) -> None:
+        session.between_steps = pass_on
+        session.activate()
+        force_cpu = session.host_cfg.policy is not None and session.host_cfg.policy.device == "cpu"
+        lerobot_train.train(session.host_cfg, accelerator=ObservedAccelerator(session, force_cpu))
+
+    return loop
+
+
+def _keep_logging(**kwargs: Any) -> None:
+    """Stands in for upstream's set-up of the root logger: Hydra's is kept."""
+
+
+class _QuietProgress:
+    """Stands in for upstream's tqdm."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def update(self, num_steps: int = 1) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def _progress(variants: list[Variant]) -> Iterator[Callable[[str], Callable[[StepRecord], None]]]:
+    """A progress bar a variant with its loss and mean CPU time per step."""
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[status]}")) as progress:
+        tasks = {v.name: progress.add_task(v.name, total=v.cfg.train.steps, status="") for v in variants}
+
+        def observer(name: str) -> Callable[[StepRecord], None]:
+            def on_step(record: StepRecord) -> None:
+                seconds = sum(record.cpu_s.values())
+                status = f"loss {record.loss:.4f}  {seconds:.3f} CPU s/step"
+                progress.update(tasks[name], advance=1, status=status)
+
+            return on_step
+
+        yield observer
+
+
+def measure_memory(variants: list[Variant], num_steps: int = 2) -> dict[str, Mapping[str, Any]]:
+    """Peak memory of each variant in a process of its own, as its manifest states it.
+
+    Raises:
+        RuntimeError: a run failed; the message carries the end of its output.
+    """
+    return {variant.name: _memory_of(variant, num_steps) for variant in variants}
+
+
+def _memory_of(variant: Variant, num_steps: int) -> Mapping[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="embodix-memory-") as folder:
+        output_dir = Path(folder) / "run"
+        own = (f"train.steps={num_steps}", "train.save_checkpoint=false", f"train.output_dir={output_dir}")
+        # Fields, not groups: with another group, fields of env or logging set on the command line would not exist.
+        quiet = ("logging.name=none", "train.eval_freq=0", f"hydra.run.dir={folder}/hydra", "train.log_freq=0")
+        command = [sys.executable, "-m", "embodix", "train", *variant.overrides, *own, *quiet]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"Measuring the memory of {variant.name!r} failed:\n{done.stderr[-2000:]}")
+        manifest = json.loads((output_dir / MANIFEST_FILE).read_text())
+    return {key: manifest[key] for key in ("peak_memory_bytes", "peak_memory_source")}

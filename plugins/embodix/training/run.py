@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lerobot train``: one run of upstream's ``train()`` from a Hydra config, fresh or resumed."""
+"""``lerobot train``: one run of upstream's ``train()`` from a Hydra config, and where its metrics go."""
 
 from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig, OmegaConf
 
+from embodix.config.compose import compose_train, merge_overrides
 from embodix.policies.support import support_of
+from embodix.report.evaluations import EvaluationRecord
 from embodix.report.run_page import write_run_page
 from embodix.report.steps import StepRecord
-from embodix.schema.compose import compose
 from embodix.training.accelerator import ObservedAccelerator
 from embodix.training.checkpoint import Checkpoint, find_checkpoint
-from embodix.training.checkpoint_evaluation import CheckpointEvaluation
-from embodix.training.dataset_checks import require_trainable_dataset
-from embodix.training.evaluation_plan import plan_evaluation
+from embodix.training.checkpoint_evaluation import CheckpointEvaluation, plan_evaluation
 from embodix.training.features import select_training_features
 from embodix.training.host_config import (
     decode_host_config,
@@ -29,8 +30,11 @@ from embodix.training.host_config import (
     require_landed_groups,
 )
 from embodix.training.host_context import host_context
-from embodix.training.metric_writers import metric_writer
+from embodix.training.run_data import require_trainable_dataset
 from embodix.training.session import TrainingSession
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass(frozen=True)
@@ -106,24 +110,6 @@ def _is_fixed_on_resume(override: str) -> bool:
     return key in ("optimizer", "scheduler", "env", "peft", "rename_map") or (key, value) == ("logging", "wandb")
 
 
-def compose_train(overrides: list[str]) -> DictConfig:
-    """Compose the train config again, without Hydra's own overrides and without an output folder."""
-    kept = [override for override in overrides if not override.lstrip("+~").startswith("hydra")]
-    return compose("train", [*kept, "train.output_dir=null"])
-
-
-def merge_overrides(recorded: list[str], added: list[str]) -> list[str]:
-    """The recorded overrides with those of the same key replaced by the added ones.
-
-    A group that is chosen anew does not take the options of the recorded choice.
-    """
-    replaced = {override.lstrip("+~").partition("=")[0] for override in added}
-    of_replaced = tuple(f"{name}.options." for name in replaced)
-    keys = [(override, override.lstrip("+~").partition("=")[0]) for override in recorded]
-    kept = [override for override, key in keys if key not in replaced and not key.startswith(of_replaced)]
-    return [*kept, *added]
-
-
 def _run(
     cfg: DictConfig, host_cfg: TrainPipelineConfig, overrides: list[str], checkpoint: Checkpoint | None
 ) -> RunResult:
@@ -172,3 +158,93 @@ def _train(session: TrainingSession, evaluation: CheckpointEvaluation | None) ->
             evaluation.stop()
     if evaluation is not None and session.accelerator.is_main_process:
         logging.info("Report: %s", write_run_page(session.output_dir))
+
+
+KNOWN = ("none", "tensorboard", "wandb")
+
+
+class MetricWriter:
+    """Takes the records of a run as they are made; this one nothing, for the run's own files are enough.
+
+    Attributes:
+        step, evaluation: called with each record; None for nothing.
+    """
+
+    step: Callable[[StepRecord], None] | None = None
+    evaluation: Callable[[EvaluationRecord], None] | None = None
+
+
+class WandbWriter(MetricWriter):
+    """Evaluations to the run that upstream's own logger has opened and writes the steps to."""
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Success in percent, as upstream names it; over ``eval/checkpoint_step``, since it comes steps later."""
+        import wandb
+
+        if wandb.run is None:
+            return
+        metrics = {f"eval/{task}/pc_success": 100 * rate.rate for task, rate in record.by_task.items()}
+        wandb.run.define_metric("eval/*", step_metric="eval/checkpoint_step")
+        wandb.run.log({**metrics, "eval/pc_success": 100 * record.success.rate, "eval/checkpoint_step": record.step})
+
+
+class TensorboardWriter(MetricWriter):
+    """Event files in ``<run folder>/tensorboard``, opened with the first record: upstream refuses a folder that exists
+    before its run starts."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._folder = run_folder / "tensorboard"
+        self._opened: SummaryWriter | None = None
+
+    @property
+    def _writer(self) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._opened is None:
+            self._opened = SummaryWriter(self._folder)
+        return self._opened
+
+    def step(self, record: StepRecord) -> None:
+        """Loss, gradient norm, learning rate and seconds by phase."""
+        self._writer.add_scalar("train/loss", record.loss, record.step)
+        self._writer.add_scalar("train/grad_norm", record.grad_norm, record.step)
+        self._writer.add_scalar("train/lr", record.lr, record.step)
+        for phase, seconds in record.wall_s.items():
+            self._writer.add_scalar(f"seconds/{phase}", seconds, record.step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Success in percent, of all episodes and of each task."""
+        self._writer.add_scalar("eval/pc_success", 100 * record.success.rate, record.step)
+        for task, rate in record.by_task.items():
+            self._writer.add_scalar(f"eval/{task}/pc_success", 100 * rate.rate, record.step)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        if self._opened is not None:
+            self._opened.close()
+
+
+@contextmanager
+def metric_writer(logging: DictConfig, host_cfg: TrainPipelineConfig) -> Iterator[MetricWriter]:
+    """The writer that the group names.
+
+    Raises:
+        ValueError: an unknown logging name, or TensorBoard is not installed.
+    """
+    if logging.name not in KNOWN:
+        raise ValueError(f"logging must be one of {', '.join(KNOWN)}; got {logging.name!r}.")
+    if logging.name != "tensorboard":
+        yield WandbWriter() if logging.name == "wandb" else MetricWriter()
+        return
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"logging=tensorboard needs the package tensorboard ({error}); pip install 'embodix[logging]'."
+        ) from error
+    assert host_cfg.output_dir is not None
+    writer = TensorboardWriter(Path(host_cfg.output_dir))
+    try:
+        yield writer
+    finally:
+        writer.close()

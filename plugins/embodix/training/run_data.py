@@ -2,11 +2,13 @@
 """What one run does about its data: which data set, how it is read and in what order, where it is preprocessed.
 
 Upstream's loop asks for a data set and for processors by two names of its script; the patches that stand there ask the
-running session, and everything is left to upstream unless the config says otherwise.
+running session, and everything is left to upstream unless the config says otherwise. What can be checked of a local
+data set is checked before the run starts.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,20 +18,18 @@ from typing import Any
 import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
+from lerobot.utils.constants import HF_LEROBOT_HOME, OBS_IMAGES
 from torch.utils.data import DataLoader
 
-from embodix.data.camera_map import camera_table, describe_cameras
 from embodix.data.column_reads import read_columns
-from embodix.data.embodiments import MemberPostprocessor, save_embodiments
-from embodix.data.files import files_of_samples
-from embodix.data.mixture import MixtureDataset, build_mixture
-from embodix.data.mixture_spec import MixtureSpec, decode_mixture, is_mixture
-from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder
+from embodix.data.embodiments import MemberPostprocessor, ProcessorCall, ProcessorPair, member_config, save_embodiments
+from embodix.data.mixture_dataset import MixtureDataset, build_mixture, camera_table, describe_cameras
+from embodix.data.mixture_spec import MixtureSpec, decode_mixture, is_mixture, require_local_members
+from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder, files_of_samples
 from embodix.data.preprocessing import LoopPreprocessor, PreprocessingCollate
-from embodix.data.processors import ProcessorCall, ProcessorPair, member_config
 from embodix.data.sample_sizes import SizedDataset
 from embodix.policies.support import support_of
-from embodix.training.order_sampler import OrderSampler
+from embodix.training.loader import OrderSampler
 
 
 @dataclass(frozen=True)
@@ -223,3 +223,49 @@ class RunData:
 
     def _quotas(self) -> list[int]:
         return self.dataset.order(seed=0).quotas  # shares do not depend on the seed
+
+
+def require_trainable_dataset(host_cfg: TrainPipelineConfig, dataset_node: Mapping[str, Any]) -> None:
+    """Check what can be checked without loading data; a dataset only on the hub is left to upstream.
+
+    Args:
+        host_cfg: upstream's config.
+        dataset_node: the config's ``dataset``, which may ask for a mixture.
+
+    Raises:
+        ValueError: no dataset at an explicit root, no task strings, or cameras that the policy and the dataset
+            name differently (both lists are printed).
+    """
+    if is_mixture(dataset_node):
+        require_local_members(decode_mixture(dataset_node))
+        return
+    root = Path(host_cfg.dataset.root) if host_cfg.dataset.root else HF_LEROBOT_HOME / host_cfg.dataset.repo_id
+    info_path = root / "meta" / "info.json"
+    if not info_path.is_file():
+        if host_cfg.dataset.root is None:
+            return
+        raise ValueError(
+            f"No LeRobotDataset at dataset.root={root} (meta/info.json is missing). "
+            "Record one with `lerobot data <source>`, or give the folder of an existing dataset."
+        )
+    if not (root / "meta" / "tasks.parquet").is_file():
+        raise ValueError(
+            f"The dataset at {root} has no task strings (meta/tasks.parquet is missing), which a language-conditioned "
+            "policy needs. Re-record with a `task` in every frame, or convert it with upstream's dataset tools."
+        )
+    info: dict[str, Any] = json.loads(info_path.read_text())
+    _require_known_cameras(host_cfg, info["features"])
+
+
+def _require_known_cameras(host_cfg: TrainPipelineConfig, features: dict[str, Any]) -> None:
+    policy = host_cfg.policy
+    expected = {key for key in (policy.input_features or {}) if key.startswith(OBS_IMAGES)} if policy else set()
+    present = {key for key, feature in features.items() if feature["dtype"] in ("image", "video")}
+    present = {host_cfg.rename_map.get(key, key) for key in present}
+    if not expected or present <= expected:
+        return
+    raise ValueError(
+        f"Camera {', '.join(sorted(present - expected))} of the dataset is in no slot of the policy. "
+        f"Policy slots: {', '.join(sorted(expected))}. Dataset cameras: {', '.join(sorted(present))}. "
+        "Rename with +rename_map={<dataset key>: <policy key>}, or train with policy.input_features={}."
+    )

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run: features installed, steps timed and recorded, position kept for the checkpoint."""
+"""One training run: features installed, steps timed and recorded, position kept for the checkpoint.
+
+Of the first batch it keeps what the policy sees, where upstream's own batch is not the reference to compare with.
+"""
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
+import resource
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -21,16 +26,13 @@ from embodix.contracts import BatchComposer, ChecksReference
 from embodix.policies.settings import ReferenceCheck, TokenCounts
 from embodix.report.manifest import collect_manifest
 from embodix.report.steps import StepRecord, TokenRecord, append_step
+from embodix.training.accelerator import StepClock
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation
 from embodix.training.composition import Composition
 from embodix.training.features import FeatureSelection, InstalledFeatures, install_features
-from embodix.training.first_batch import FirstBatch
 from embodix.training.flops import flop_counter
-from embodix.training.loader import LoaderState, ResumableLoader
-from embodix.training.memory import peak_memory
+from embodix.training.loader import LoaderState, ResumableLoader, StreamState
 from embodix.training.run_data import RunData, read_choices
-from embodix.training.step_clock import StepClock
-from embodix.training.step_loader import StreamState
 
 STEPS_FILE, MANIFEST_FILE, GEMM_TABLE_FILE = "steps.jsonl", "manifest.json", "gemm_gate.json"
 _current: contextvars.ContextVar[TrainingSession] = contextvars.ContextVar("embodix_training_session")
@@ -232,7 +234,7 @@ class TrainingSession:
             self._reference_check = installation.check_reference(kept.batch)
 
     def _keep_gemm_table(self) -> None:
-        """Once, when the first batch has decided which products are computed in FP8, for this run's resumption."""
+        """Once, when the first batch has decided which products are computed in low precision, to resume by."""
         table = self.features.precision.gemm_table if self.features and self.features.precision else None
         if table is not None and len(self.records) == 1 and self.accelerator.is_main_process:
             table.save(self.output_dir / GEMM_TABLE_FILE)
@@ -322,3 +324,56 @@ def _token_record(counts: TokenCounts | None) -> TokenRecord | None:
 
 def _batch_size(batch: Any) -> int:
     return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor))
+
+
+class FirstBatch:
+    """Takes the place of ``policy.forward`` for one call.
+
+    Attributes:
+        batch: the batch of that call, None before it.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self.batch: dict[str, Any] | None = None
+        self._policy = policy
+        self._replaced = policy.__dict__.get("forward")
+        self._forward = policy.forward
+        self._method = functools.partial(self._keep)  # not a bound method, which accelerate would bind to the policy
+        policy.forward = self._method
+
+    def _keep(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self.batch is None:
+            self.batch = dict(batch)
+        self.release()
+        return self._forward(batch, *args, **kwargs)
+
+    def release(self) -> None:
+        """Put the policy's own method back, unless another stands before it; a second call does nothing."""
+        if self._policy.__dict__.get("forward") is not self._method:
+            return
+        if self._replaced is None:
+            del self._policy.forward
+        else:
+            self._policy.forward = self._replaced
+
+
+def peak_memory(device: torch.device) -> dict[str, Any]:
+    """``peak_memory_bytes`` and ``peak_memory_source`` for a run manifest.
+
+    On a GPU the allocator's peak, else the peak resident set. The latter is read from the address space
+    (``VmHWM``), because ``getrusage`` hands a child the peak of the process that started it.
+    """
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        return {"peak_memory_bytes": peak, "peak_memory_source": "CUDA allocator"}
+    return {"peak_memory_bytes": peak_resident_bytes(), "peak_memory_source": "resident set of the process"}
+
+
+def peak_resident_bytes() -> int:
+    """The highest resident set of this process since it was started."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -49,7 +49,7 @@ def apply() -> Callable[[], None]:
         replace_attribute(flow_matching_action_head, "Beta", _beta_on_cpu(flow_matching_action_head.Beta)),
         replace_attribute(groot_n1.GR00TN15, "__init__", _with_post_init(groot_n1.GR00TN15.__init__)),
         replace_attribute(groot_n1.GR00TN15, "from_pretrained", _in_float32(groot_n1.GR00TN15)),
-        replace_attribute(GrootPolicy, "_create_groot_model", _naming_the_policy(GrootPolicy._create_groot_model)),
+        replace_attribute(GrootPolicy, "_create_groot_model", naming_the_policy(GrootPolicy._create_groot_model)),
         replace_attribute(groot_n1.EagleBackbone, "__init__", _with_policy_assets(groot_n1.EagleBackbone.__init__)),
         replace_attribute(groot_n1, "AutoConfig", _VendoredConfig),
         replace_attribute(groot_n1, "AutoModel", _VendoredModel),
@@ -57,7 +57,7 @@ def apply() -> Callable[[], None]:
         replace_attribute(
             eagle.Eagle25VLPreTrainedModel,
             "_init_weights",
-            _keeping_loaded_weights(eagle.Eagle25VLPreTrainedModel._init_weights),
+            keeping_loaded_weights(eagle.Eagle25VLPreTrainedModel._init_weights),
         ),
         replace_attribute(processor_groot, "AutoProcessor", _VendoredProcessor),
         replace_attribute(processor_groot.GrootEagleEncodeStep, "get_config", _assets_setting),
@@ -117,7 +117,7 @@ def _in_float32(cls: Any) -> Any:
     return classmethod(from_pretrained)
 
 
-def _naming_the_policy(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def naming_the_policy(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def _create_groot_model(self: Any) -> Any:
         token = _policy_config.set(self.config)
         try:
@@ -128,7 +128,7 @@ def _naming_the_policy(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return _create_groot_model
 
 
-def _flash_attention_runs() -> bool:
+def flash_attention_runs() -> bool:
     """Whether the policy that is being built can use flash-attn, which knows neither a CPU nor float32."""
     config = _policy_config.get()
     installed = importlib.util.find_spec("flash_attn") is not None
@@ -137,14 +137,14 @@ def _flash_attention_runs() -> bool:
 
 def _siglip_without_flash_attention(siglip: Any) -> Any:
     def build(config: Any) -> Any:
-        if not _flash_attention_runs():
+        if not flash_attention_runs():
             config._attn_implementation = "sdpa"
         return siglip(config)
 
     return build
 
 
-def _keeping_loaded_weights(init_weights: Callable[..., None]) -> Callable[..., None]:
+def keeping_loaded_weights(init_weights: Callable[..., None]) -> Callable[..., None]:
     """Upstream writes to ``.data``, past the flags with which transformers 5 protects what has been loaded."""
 
     def _init_weights(self: Any, module: Any) -> None:
@@ -182,7 +182,7 @@ class _VendoredModel:
     def from_config(config: Any, trust_remote_code: bool) -> Any:
         from lerobot.policies.groot.eagle2_hg_model.modeling_eagle2_5_vl import Eagle25VLForConditionalGeneration
 
-        if not _flash_attention_runs():
+        if not flash_attention_runs():
             config._attn_implementation = config.text_config._attn_implementation = "sdpa"
         return Eagle25VLForConditionalGeneration._from_config(config)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix_rl.rlinf.plan import RunPlan, plan_run
 
 VARIANTS_FOLDER = "variants"

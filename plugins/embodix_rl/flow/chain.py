@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from embodix.contracts import ObservedFlow
-from embodix.policies.flow import FlowSizes
+from embodix.policies.flow_host import FlowSizes
 from embodix_rl.flow.transitions import (
     TransitionKind,
     TransitionTable,

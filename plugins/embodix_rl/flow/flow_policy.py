@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from embodix.contracts import FlowHost, ObservedFlow
-from embodix.policies.flow import Batch
+from embodix.policies.flow_host import Batch
 from embodix_rl.flow.chain import (
     Chain,
     ChainNoise,

@@ -24,7 +24,7 @@ from embodix.checkpoints.env_features import require_fitting_features
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
 from embodix.contracts import AttentionBackend
-from embodix.packing.packers import PaddingFreePacker
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
 from embodix.training.host_config import decode_env

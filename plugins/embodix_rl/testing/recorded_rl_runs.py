@@ -12,8 +12,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from embodix.config.compose import compose
 from embodix.report.manifest import collect_manifest
-from embodix.schema.compose import compose
 from embodix_rl.report.rl_steps import RlStep, append_rl_step
 from embodix_rl.report.timeline_file import Span, TimelineWriter
 

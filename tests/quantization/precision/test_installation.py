@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from embodix.attention.segment import SegmentAuto
-from embodix.packing.packers import PaddingFreePacker
+from embodix.attention.cpu import SegmentAuto
+from embodix.packing.layout import PaddingFreePacker
 from embodix.plugins import build, registry
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import gradients_of

@@ -26,7 +26,7 @@ from rlinf.data.embodied_io_struct import convert_trajectories_to_batch as to_ba
 from rlinf.scheduler import AcceleratorType  # noqa: E402
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E402
 
-from embodix.schema.compose import compose  # noqa: E402
+from embodix.config.compose import compose  # noqa: E402
 from embodix_rl.rlinf.latency_policy import LatencyPolicy  # noqa: E402
 from embodix_rl.rlinf.plan import plan_run  # noqa: E402
 from embodix_rl.rlinf.workers.streaming_actor import StreamingActor  # noqa: E402

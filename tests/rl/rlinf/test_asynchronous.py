@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix_rl.objectives.objective import Sampled
 from embodix_rl.rlinf.asynchronous.components import DriverComponent, WorkersComponent, finished
 from embodix_rl.rlinf.asynchronous.exchange import (

@@ -8,8 +8,8 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
+from embodix.config.compose import compose
 from embodix.plugins import PluginError
-from embodix.schema.compose import compose
 from embodix_rl.rlinf import needs
 from embodix_rl.rlinf.plan import plan_run
 from embodix_rl.rlinf.run import run_rl

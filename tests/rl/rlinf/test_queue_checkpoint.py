@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodix.schema.compose import compose
+from embodix.config.compose import compose
 from embodix_rl.rlinf.asynchronous.queue_checkpoint import (
     SavedGate,
     load_trajectories,

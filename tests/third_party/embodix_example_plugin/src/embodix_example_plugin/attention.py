@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from embodix.attention.backend import dtype_problem, require_packed
-from embodix.attention.segments import Segments
+from embodix.attention.segments import Segments, dtype_problem, require_packed
 
 
 class PaddedSdpa:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from embodix.packing import CostModel, PackedLayout, SampleSizes
 from embodix.packing.bins import Bins
-from embodix.packing.packers import PaddedPacker
-from embodix.packing.sizes import IntArray
+from embodix.packing.layout import PaddedPacker
+from embodix.packing.sample_cost import IntArray
 
 
 class LengthSortedPacker:
