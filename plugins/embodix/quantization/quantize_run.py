@@ -30,7 +30,7 @@ from embodix.quantization.quantized_folder import (
 )
 from embodix.report.manifest import write_text_atomically
 from embodix.report.quantization_page import render_quantization
-from embodix.report.wording import memory
+from embodix.report.words import memory
 from embodix.schema.gate import GateSettings
 from embodix.training.run import merge_overrides
 from embodix_fp8.blocks import ScaledWeight

@@ -15,9 +15,14 @@ from pathlib import Path
 
 from lerobot.utils.constants import LAST_CHECKPOINT_LINK
 
-from embodix.report.evaluation import read_evaluation
-from embodix.report.evaluation_record import RESULTS_FILE
-from embodix.report.evaluations import EvaluationRecord, append_evaluation, best_evaluation, read_evaluations
+from embodix.report.evaluation import (
+    RESULTS_FILE,
+    EvaluationRecord,
+    append_evaluation,
+    best_evaluation,
+    read_evaluation,
+    read_evaluations,
+)
 from embodix.training.checkpoint_links import move_link
 
 EVALUATIONS_FOLDER = "evaluations"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig
 
-from embodix.report.evaluations import EvaluationRecord
+from embodix.report.evaluation import EvaluationRecord
 from embodix.report.steps import StepRecord
 
 if TYPE_CHECKING:
