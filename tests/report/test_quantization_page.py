@@ -146,6 +146,16 @@ def test_without_a_gate_it_says_that_nothing_was_measured():
     assert "2 in FP8" in text
 
 
+def test_without_the_quantizers_words_the_page_names_no_format():
+    bare = record(gate())
+    del bare["quantization"]["format"], bare["policy_name"]
+    bare["gate"]["formats"].pop("columns")
+    text = text_of(render_quantization(bare))
+    assert "pi05 in low precision" in text and "2 modules of the language model in low precision;" in text
+    assert "Accuracy gate passed all 12 rules hold" in text
+    assert not re.search("FP8|e4m3|Formats side by side", text)
+
+
 def test_numbers_keep_the_digits_that_matter():
     assert [cosine(value) for value in (0.98, 0.99935, 0.9999618)] == ["0.980", "0.99935", "0.9999618"]
     assert cosine("not a number") == "not a number"
