@@ -119,11 +119,13 @@ def test_a_choice_that_changes_the_algorithm_is_named(tmp_path):
     assert report.config_differences == {"action_pad.name": {"upstream": "host", "masked": "mask"}}
 
 
-def test_a_bf16_run_is_judged_by_the_rounding_of_bf16(tmp_path):
-    config = {"policy": {"dtype": "bfloat16"}}
-    base = read_run(write_run(tmp_path / "a", "upstream", config=config))
-    near = read_run(write_run(tmp_path / "b", "near", config=config, first_loss_shift=1e-3))
-    far = read_run(write_run(tmp_path / "c", "far", config=config, first_loss_shift=0.1))
+@pytest.mark.parametrize(
+    "computing", [{"config": {"policy": {"dtype": "bfloat16"}}}, {"settings": {"own_autocast": "bfloat16"}}]
+)
+def test_a_bf16_run_is_judged_by_the_rounding_of_bf16(tmp_path, computing):
+    base = read_run(write_run(tmp_path / "a", "upstream", **computing))
+    near = read_run(write_run(tmp_path / "b", "near", first_loss_shift=1e-3, **computing))
+    far = read_run(write_run(tmp_path / "c", "far", first_loss_shift=0.1, **computing))
     assert [pair.same_function for pair in compare_runs([base, near, far]).pairs] == [True, False]
 
 
