@@ -32,8 +32,8 @@ from embodix.quantization.gate_checkpoint import GatedCheckpoint, gated_checkpoi
 from embodix.quantization.selection import choose_modules
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.report.evaluation import Evaluation, pair_success, read_evaluation, success_by_task
-from embodix.report.quantization_wording import cosine
-from embodix.report.wording import success_words
+from embodix.report.quantization_page import cosine
+from embodix.report.words import success_words
 from embodix.schema.gate import GateSettings
 from embodix_fp8.blocks import BLOCK, quantize_blocks
 from embodix_fp8.fp8_block import Fp8BlockQuantizer

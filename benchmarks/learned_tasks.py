@@ -17,7 +17,7 @@ from typing import Any
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.report.evaluation import EpisodeRecord, Evaluation, pair_success, read_evaluation, success_by_task
 from embodix.report.steps import read_steps
-from embodix.report.wording import success_words
+from embodix.report.words import success_words
 
 
 def read_named(argument: str) -> tuple[str, Evaluation]:

@@ -30,10 +30,9 @@ from matplotlib.figure import Figure
 from scipy.stats import linregress, t
 
 from embodix.report.benchmark import require_quotable, write_benchmark
-from embodix.report.curves import legend
+from embodix.report.drawing import WIDTH_IN, drawing, legend
 from embodix.report.evaluation import Evaluation, SuccessRate, pair_success, read_evaluation
-from embodix.report.svg import WIDTH_IN, drawing
-from embodix.report.wording import success_words
+from embodix.report.words import success_words
 from embodix_rl.report.rl_steps import RlStep, rates, read_rl_steps
 
 TASK, TOKENIZER = "button-press-topdown-v3", "data/metaworld_learn/tokenizer"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from embodix.quantization.accuracy_probe import LayerTensors
+from embodix_fp8.format_words import side_by_side_words
 from embodix_fp8.side_by_side import MATTERS_FROM, FormatError, compare_formats
 
 MAX_ROWS = 64  # of activations, a layer
@@ -25,18 +26,19 @@ def formats_of_layers(weights: Mapping[str, Tensor], layers: Mapping[str, LayerT
     Returns:
         ``rows``, one a format with means over the layers and the worst layer; ``widest_range``, the largest magnitude
         over the root mean square of a weight; ``blocks_matter``, whether one scale a tensor is noticeably worse than
-        blocks in some layer.
+        blocks in some layer; with the words of `side_by_side_words`.
     """
     multiplied = [path for path in weights if path in layers and layers[path].inputs]
     errors = {path: _errors(weights[path], layers[path]) for path in multiplied}
     formats = zip(*errors.values(), strict=True)
     ratios = [of_layer[0].weight_error / of_layer[-1].weight_error for of_layer in errors.values()]
-    return {
+    found = {
         "rows": [_row(list(of_format), multiplied) for of_format in formats],
         "num_layers": len(multiplied),
         "widest_range": max((_range(weights[path]) for path in multiplied), default=0.0),
         "blocks_matter": max(ratios, default=0.0) > MATTERS_FROM,
     }
+    return {**found, **side_by_side_words(found)}
 
 
 def _errors(weight: Tensor, layer: LayerTensors) -> list[FormatError]:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from embodix.cli.main import dispatch
-from embodix.report.evaluation import read_evaluation
-from embodix.report.evaluations import best_evaluation, read_evaluations
+from embodix.report.evaluation import best_evaluation, read_evaluation, read_evaluations
 from embodix.report.steps import read_steps
 from embodix.testing.host_runs import train_here
 from embodix_pi05.testing import small_run

@@ -8,8 +8,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-from embodix.report.evaluation import EpisodeRecord
-from embodix.report.evaluation_record import EvaluationRun, results_record, write_results
+from embodix.report.evaluation import EpisodeRecord, EvaluationRun, results_record, write_results
 
 TASKS = {"reach-v3": "Reach", "drawer-close-v3": "Close the drawer"}
 

@@ -11,11 +11,13 @@ import pytest
 from run_folders import write_run
 
 from embodix.report.compare import SpeedBound, compare_runs, relative_difference
+from embodix.report.comparison_page import verdict_line, verdicts, what_was_run
+from embodix.report.comparison_table import comparison_rows
 from embodix.report.runs import read_run, read_variants
 from embodix.report.statistics import mcnemar_p_value, paired_difference_interval, quantile, wilson_interval
 from embodix.report.steps import append_step, read_steps
-from embodix.report.table import _rows
-from embodix.report.wording import percent, verdict_line, verdicts, what_was_run
+from embodix.report.words import percent
+from embodix_fp8.format_words import TRAINING_FORMAT
 
 BOUND = SpeedBound(this_size=2.1, real_size=1.77, real_name="π0.5 (4.1 B parameters)", basis="Two cameras.")
 
@@ -117,17 +119,20 @@ def test_a_choice_that_changes_the_algorithm_is_named(tmp_path):
     assert report.config_differences == {"action_pad.name": {"upstream": "host", "masked": "mask"}}
 
 
-def test_a_bf16_run_is_judged_by_the_rounding_of_bf16(tmp_path):
-    config = {"policy": {"dtype": "bfloat16"}}
-    base = read_run(write_run(tmp_path / "a", "upstream", config=config))
-    near = read_run(write_run(tmp_path / "b", "near", config=config, first_loss_shift=1e-3))
-    far = read_run(write_run(tmp_path / "c", "far", config=config, first_loss_shift=0.1))
+@pytest.mark.parametrize(
+    "computing", [{"config": {"policy": {"dtype": "bfloat16"}}}, {"settings": {"own_autocast": "bfloat16"}}]
+)
+def test_a_bf16_run_is_judged_by_the_rounding_of_bf16(tmp_path, computing):
+    base = read_run(write_run(tmp_path / "a", "upstream", **computing))
+    near = read_run(write_run(tmp_path / "b", "near", first_loss_shift=1e-3, **computing))
+    far = read_run(write_run(tmp_path / "c", "far", first_loss_shift=0.1, **computing))
     assert [pair.same_function for pair in compare_runs([base, near, far]).pairs] == [True, False]
 
 
 def test_fp8_is_never_the_same_function_as_without(tmp_path):
     """Not even where the losses agree by chance."""
-    fp8 = {"kernel": "torchao rowwise, emulated", "converted": [{"path": "layers.0"}], "num_language_layers": 2}
+    fp8 = {"format": TRAINING_FORMAT, "kernel": "torchao rowwise, emulated", "converted": [{"path": "layers.0"}],
+           "num_language_layers": 2}  # fmt: skip
     base = read_run(write_run(tmp_path / "upstream", "upstream"))
     run = read_run(
         write_run(tmp_path / "embodix", "embodix", settings={"precision": fp8}, fallbacks=["it is emulated"])
@@ -141,9 +146,10 @@ def test_fp8_is_never_the_same_function_as_without(tmp_path):
     ]
     assert verdicts(report, pair)[0].figure == "no"
     assert "embodix: it is emulated" in report.warnings
-    assert ("matrix products in", ["the policy's own", "FP8: torchao rowwise, emulated (1 of 2 layers)"]) in _rows(
-        report
-    )
+    assert (
+        "matrix products in",
+        ["the policy's own", "FP8: torchao rowwise, emulated (1 of 2 layers)"],
+    ) in comparison_rows(report)
     both = dataclasses.replace(base, manifest=dataclasses.replace(base.manifest, settings=run.manifest.settings))
     assert compare_runs([both, run]).pairs[0].same_function
 
@@ -219,7 +225,7 @@ def test_work_moved_into_other_processes_is_warned_of(tmp_path, num_workers, war
 def test_the_share_of_waiting_is_shown(tmp_path):
     runs = [write_run(tmp_path / name, name, data_wait_ms=90) for name in ("upstream", "embodix")]
     report = compare_runs([read_run(run) for run in runs])
-    (row,) = [cells for label, cells in _rows(report) if label == "waiting for data, of wall clock"]
+    (row,) = [cells for label, cells in comparison_rows(report) if label == "waiting for data, of wall clock"]
     assert row == [percent(variant.data_wait_share, 1) for variant in report.variants]
     assert report.variants[0].data_wait_share == pytest.approx(90 / (90 + 666), rel=0.05)
 

@@ -10,11 +10,9 @@ import pytest
 from run_folders import write_run
 
 from embodix.report.compare import CompareReport, compare_runs
-from embodix.report.html import render_html
-from embodix.report.runs import read_run
-from embodix.report.summary import with_counts_of
-from embodix.report.table import _rows
-from embodix.report.wording import verdicts
+from embodix.report.comparison_page import render_comparison, verdicts
+from embodix.report.comparison_table import comparison_rows
+from embodix.report.runs import read_run, with_counts_of
 
 COMPOSITION = {"composition": {"schedule": "by samples"}}
 
@@ -42,18 +40,18 @@ def test_other_samples_are_neither_the_same_function_nor_a_paired_ratio(report: 
     assert not budget.same_samples
     assert not budget.same_function, "equal losses on other samples prove nothing"
     function, speed = verdicts(report, budget)[:2]
-    assert (function.figure, function.good) == ("other samples", False)
+    assert (function.figure, function.kind) == ("other samples", "bad")
     assert speed.figure == f"{budget.samples_ratio:.2f}×"
     assert "steps hold other samples" in speed.sentence
     assert any("composes the batches" in warning for warning in report.warnings)
 
 
 def test_table_and_page_say_so(report: CompareReport) -> None:
-    rows = {label: cells for label, cells in _rows(report) if label is not None}
+    rows = {label: cells for label, cells in comparison_rows(report) if label is not None}
     assert rows["speed ratio"][2].endswith("a sample, other samples")
     assert rows["largest loss difference"][2] == "other samples"
     assert rows["largest loss difference"][1] != "other samples"
-    assert "a sample, other samples" in render_html(report)
+    assert "a sample, other samples" in render_comparison(report)
 
 
 def test_two_variants_of_one_packing_see_the_same_samples(tmp_path: Path) -> None:

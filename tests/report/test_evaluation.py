@@ -15,11 +15,14 @@ from evaluation_files import episodes, write_evaluation, write_video
 from PIL import Image
 from rich.console import Console
 
-from embodix.report.evaluation import EpisodeRecord, pair_success, read_evaluation
-from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
-from embodix.report.evaluation_record import append_episode, read_episodes
-from embodix.report.evaluation_table import print_evaluations
-from embodix.report.film import HEIGHT, film_strip
+from embodix.report.evaluation import EpisodeRecord, append_episode, pair_success, read_episodes, read_evaluation
+from embodix.report.evaluation_page import (
+    PICTURE_HEIGHT,
+    EvaluatedFolder,
+    film_strip,
+    print_evaluations,
+    render_evaluations,
+)
 
 
 def read(path: Path):
@@ -135,7 +138,7 @@ def test_a_film_strip_goes_from_the_first_to_the_last_frame(tmp_path: Path) -> N
         Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
         for address in film_strip(tmp_path / "film.mp4")
     ]
-    assert [picture.size for picture in strip] == [(HEIGHT * 48 // 32, HEIGHT)] * 3
+    assert [picture.size for picture in strip] == [(PICTURE_HEIGHT * 48 // 32, PICTURE_HEIGHT)] * 3
     brightness = [sum(picture.convert("L").resize((1, 1)).getdata()) for picture in strip]
     assert brightness[0] < 20 < 100 < brightness[1] < 160 < 230 < brightness[2]
     write_video(tmp_path / "still.mp4", num_frames=2)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -119,9 +120,19 @@ def test_a_dirty_result_that_was_asked_for_says_so(checkout, tmp_path):
     assert "**Not quotable:** uncommitted changes" in markdown_path.read_text()
 
 
-def test_manifests_need_no_torch():
+def test_versions_are_those_of_what_is_installed_for_a_feature_and_of_no_tool():
+    versions = collect_provenance().versions
+    assert {"embodix", "lerobot", "torch", "numpy", "hydra-core"} <= versions.keys()
+    for optional in ("mujoco", "metaworld"):  # named by an extra, and by the host's extra that it asks for
+        if importlib.util.find_spec(optional):
+            assert optional in versions
+    assert not versions.keys() & {"pytest", "ruff", "mypy"}
+
+
+def test_manifests_need_no_torch_and_records_no_statistics():
     code = (
         "import sys; from embodix.report.manifest import collect_manifest; collect_manifest('x');"
-        "from embodix.report import benchmark, steps; sys.exit('torch' in sys.modules)"
+        "from embodix.report import benchmark, comparison_page, evaluation, steps;"
+        "sys.exit('torch' in sys.modules or 'scipy.stats' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

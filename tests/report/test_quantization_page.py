@@ -12,8 +12,8 @@ import pytest
 from embodix.quantization.accuracy import ChunkAccuracy, Comparison, DimensionError, LayerAccuracy, LossAccuracy
 from embodix.quantization.accuracy_gate import GateResult
 from embodix.quantization.thresholds import RecipeNumbers, judge, named_numbers
-from embodix.report.quantization_page import render_quantization
-from embodix.report.quantization_wording import cosine, decibels, formats_sentence, number
+from embodix.report.quantization_page import cosine, decibels, number, render_quantization
+from embodix_fp8.format_words import FORMAT, formats_sentence, side_by_side_words
 
 LAYERS = ["model.<language>.layers.0.q_proj", "model.<language>.layers.0.down_proj"]
 SKIPPED = [("model.vision.fc1", "vision tower: always in high precision"), ("model.head", "action head: always")]
@@ -41,6 +41,7 @@ def gate(chunk_cosine: float = 0.99995, **thresholds: Any) -> dict[str, Any]:
          "product_error": 0.0188, "product_error_fp8": 0.0258, "zeroed": 0.0001, "bytes_a_weight": 1.0012}
         for name, error in (("per-tensor", 0.0266), ("per-row", 0.0262), ("128x128", 0.0267))
     ]  # fmt: skip
+    formats = {"rows": rows, "num_layers": 1, "widest_range": 4.0, "blocks_matter": False}
     return GateResult(
         comparison=compared,
         yardstick=dataclasses.replace(comparison(0.9999905), reference="float32", got="bfloat16"),
@@ -53,7 +54,7 @@ def gate(chunk_cosine: float = 0.99995, **thresholds: Any) -> dict[str, Any]:
         rules=judge(compared, numbers, thresholds),
         samples="data/demo: 12 episodes that training left out",
         num_episodes=12,
-        formats={"rows": rows, "num_layers": 1, "widest_range": 4.0, "blocks_matter": False},
+        formats={**formats, **side_by_side_words(formats)},
     ).to_json()
 
 
@@ -68,7 +69,9 @@ def record(gated: dict[str, Any] | None) -> dict[str, Any]:
         "source": "outputs/run",
         "output": "outputs/small",
         "policy_type": "pi05",
+        "policy_name": "π0.5",
         "quantization": {
+            "format": FORMAT,
             "block": [128, 128],
             "options": {"activations": "auto"},
             "converted": [{"path": path, "kind": "language_linear", "shape": [128, 96]} for path in LAYERS],
@@ -141,6 +144,16 @@ def test_without_a_gate_it_says_that_nothing_was_measured():
     assert "What this does to actions was not measured: add --gate." in text
     assert "Rules of the gate" not in text and "<svg" not in page
     assert "2 in FP8" in text
+
+
+def test_without_the_quantizers_words_the_page_names_no_format():
+    bare = record(gate())
+    del bare["quantization"]["format"], bare["policy_name"]
+    bare["gate"]["formats"].pop("columns")
+    text = text_of(render_quantization(bare))
+    assert "pi05 in low precision" in text and "2 modules of the language model in low precision;" in text
+    assert "Accuracy gate passed all 12 rules hold" in text
+    assert not re.search("FP8|e4m3|Formats side by side", text)
 
 
 def test_numbers_keep_the_digits_that_matter():

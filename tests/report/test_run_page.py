@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from embodix.report.evaluation import SuccessRate
-from embodix.report.evaluations import EvaluationRecord, append_evaluation, best_evaluation, read_evaluations
+from embodix.report.evaluation import (
+    EvaluationRecord,
+    SuccessRate,
+    append_evaluation,
+    best_evaluation,
+    read_evaluations,
+)
 from embodix.report.manifest import collect_manifest
 from embodix.report.run_page import write_run_page
 from embodix.report.steps import StepRecord, append_step

@@ -15,10 +15,9 @@ from run_folders import write_run
 
 from embodix.report import plots
 from embodix.report.compare import SpeedBound, compare_runs
-from embodix.report.runs import read_run, read_variants
-from embodix.report.sweep import print_sweep, read_sweep
-from embodix.report.table import print_comparison
-from embodix.report.write import write_comparison, write_report
+from embodix.report.comparison_page import write_comparison, write_report
+from embodix.report.comparison_table import print_comparison, print_sweep
+from embodix.report.runs import read_run, read_sweep, read_variants
 
 BOUND = SpeedBound(2.1, 1.77, "π0.5 (4.1 B parameters)", "Two cameras.")
 

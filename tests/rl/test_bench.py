@@ -19,8 +19,7 @@ from embodix_rl.bench.prediction import predicted_frames_per_s
 from embodix_rl.bench.variants import compose_variants
 from embodix_rl.report.rl_bench import VariantEntry, read_bench
 from embodix_rl.report.rl_bench_page import bench_record, render_bench
-from embodix_rl.report.timeline_file import Span
-from embodix_rl.report.worker_time import NOBODY, pieces, shares
+from embodix_rl.report.spans import NOBODY, Span, pieces, shares
 from embodix_rl.rlinf import needs
 from embodix_rl.testing import recorded_rl_runs as recorded_runs
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from embodix.report.evaluations import read_evaluations
+from embodix.report.evaluation import read_evaluations
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation, EvaluationPlan, move_link
 
 # Solves as many of four episodes as the checkpoint's file says; "fails" ends with an error, "hangs" sleeps.

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from embodix.report.evaluation import SuccessRate
-from embodix.report.evaluations import EvaluationRecord
+from embodix.report.evaluation import EvaluationRecord, SuccessRate
 from embodix.report.steps import StepRecord
 from embodix.training.run import metric_writer
 

@@ -20,9 +20,9 @@ def compare_task(cfg: DictConfig) -> None:
     """Train the variants in turns, evaluate them on the same episodes, measure their memory and write the report."""
     from hydra.core.hydra_config import HydraConfig
 
+    from embodix.report.comparison_page import write_comparison
+    from embodix.report.comparison_table import print_comparison
     from embodix.report.runs import EVALUATION_FOLDER
-    from embodix.report.table import print_comparison
-    from embodix.report.write import write_comparison
     from embodix.training.host_context import host_context
     from embodix.training.lockstep import compose_variants, measure_memory, train_side_by_side
 
@@ -60,7 +60,7 @@ def _evaluate(sessions: list[TrainingSession], cfg: DictConfig, output_dir: Path
     from embodix.evaluation.controls import applicable_controls
     from embodix.evaluation.evaluate import run_evaluation
     from embodix.evaluation.simulators import simulators_of
-    from embodix.report.evaluation_table import print_evaluations
+    from embodix.report.evaluation_page import print_evaluations
 
     overrides = [
         f"eval.n_episodes={cfg.eval.n_episodes}",

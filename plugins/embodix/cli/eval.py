@@ -28,7 +28,7 @@ def eval_task(cfg: DictConfig) -> float:
         plugins.registry().require_healthy()
 
     from embodix.evaluation.evaluate import PAGE_FILE, run_evaluation
-    from embodix.report.evaluation_table import print_evaluations
+    from embodix.report.evaluation_page import print_evaluations
 
     print(f"Results: {output_dir}")
     evaluations = run_evaluation(cfg, overrides, output_dir)

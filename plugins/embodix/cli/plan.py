@@ -18,7 +18,7 @@ from rich.table import Table
 
 from embodix.cli.hydra_app import run_hydra_app
 from embodix.report.manifest import write_text_atomically
-from embodix.report.wording import memory, percent, quantity, ratio
+from embodix.report.words import memory, percent, quantity, ratio
 from embodix_pi05.cost_plan import REAL_NAME, TrainingPlan, plan_training
 
 PLAN_FILE = "plan.json"

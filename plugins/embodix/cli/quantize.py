@@ -28,7 +28,7 @@ def quantize_task(cfg: DictConfig) -> float:
         plugins.registry().require_healthy()
 
     from embodix.quantization.quantize_run import PAGE_FILE, run_quantization
-    from embodix.report.quantization_table import print_quantization
+    from embodix.report.quantization_page import print_quantization
 
     hydra_cfg = HydraConfig.get()
     output_dir = Path(hydra_cfg.runtime.output_dir)

@@ -16,7 +16,7 @@ class SweepTable(Callback):
     """Compares the runs of a sweep, whatever the launcher, once all have ended."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from embodix.report.sweep import print_sweep
+        from embodix.report.comparison_table import print_sweep
 
         print_sweep(config.hydra.sweep.dir)
 
@@ -26,8 +26,7 @@ class EvaluationTable(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from embodix.report.evaluation import read_evaluation
-        from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
-        from embodix.report.evaluation_table import print_evaluations
+        from embodix.report.evaluation_page import EvaluatedFolder, print_evaluations, render_evaluations
 
         folder = Path(config.hydra.sweep.dir)
         evaluated = []
@@ -47,7 +46,7 @@ class QuantizationTable(Callback):
     """Shows what the jobs of a sweep of ``lerobot quantize`` save beside each other."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from embodix.report.quantization_table import print_quantizations
+        from embodix.report.quantization_page import print_quantizations
 
         records = {}
         for path in sorted(Path(config.hydra.sweep.dir).glob("*/quantize.json"), key=lambda path: path.parent.name):

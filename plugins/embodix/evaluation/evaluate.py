@@ -28,9 +28,17 @@ from embodix.evaluation.policy_actors import PolicyActors
 from embodix.evaluation.progress import EvaluationProgress
 from embodix.evaluation.session import ActorRun, EvaluationSession, default_num_workers
 from embodix.evaluation.simulators import simulators_of
-from embodix.report.evaluation import Evaluation, pair_success, read_evaluation
+from embodix.report.evaluation import (
+    EPISODES_FILE,
+    RESULTS_FILE,
+    Evaluation,
+    EvaluationRun,
+    pair_success,
+    read_evaluation,
+    results_record,
+    write_results,
+)
 from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
-from embodix.report.evaluation_record import EPISODES_FILE, RESULTS_FILE, EvaluationRun, results_record, write_results
 from embodix.report.manifest import write_text_atomically
 from embodix.training.host_config import decode_env
 

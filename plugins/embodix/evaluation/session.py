@@ -16,8 +16,7 @@ from embodix.evaluation.engine import Engine, EngineSettings
 from embodix.evaluation.episodes import Episode, EpisodeResult
 from embodix.evaluation.progress import EvaluationProgress
 from embodix.evaluation.simulators import SimulatorError
-from embodix.report.evaluation import EpisodeRecord
-from embodix.report.evaluation_record import EPISODES_FILE, append_episode, read_episodes
+from embodix.report.evaluation import EPISODES_FILE, EpisodeRecord, append_episode, read_episodes
 
 VIDEOS_FOLDER = "videos"
 

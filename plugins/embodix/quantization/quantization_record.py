@@ -8,11 +8,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from embodix.policies.support import support_of
 from embodix.quantization.accuracy import EXACT
 from embodix.quantization.selection import ModuleChoice
 from embodix.report.manifest import collect_provenance
 from embodix_fp8.blocks import BLOCK
 from embodix_fp8.file_format import SCALE, WEIGHT
+from embodix_fp8.format_words import FORMAT
 from embodix_fp8.planned_conversion import PlannedConversion
 
 
@@ -34,8 +36,10 @@ def quantization_record(
         "title": f"{planned.policy_type}: {source}",
         "source": source,
         "policy_type": planned.policy_type,
+        "policy_name": support_of(planned.policy_type).display_name,
         "quantization": {
             "name": "fp8_block",
+            "format": dict(FORMAT),
             "block": list(BLOCK),
             "options": dict(options),
             **recipe,

@@ -31,7 +31,7 @@ from embodix.quantization.quantized_folder import (
 )
 from embodix.report.manifest import write_text_atomically
 from embodix.report.quantization_page import render_quantization
-from embodix.report.wording import memory
+from embodix.report.words import memory
 from embodix.schema.gate import GateSettings
 from embodix_fp8.blocks import ScaledWeight
 from embodix_fp8.conversion import sqnr_of_weight_db, write_weights

@@ -13,12 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodix.report.evaluation import PairedSuccess, pair_success
-from embodix.report.precision import low_precision, precision_words
-from embodix.report.reference import ReferenceDifference
-from embodix.report.runs import Run
+from embodix.report.runs import (
+    ReferenceDifference,
+    Run,
+    VariantSummary,
+    divide,
+    low_precision,
+    precision_words,
+    summarise,
+    timed_steps,
+    total_time,
+    with_counts_of,
+)
 from embodix.report.statistics import Spread, spread_of
 from embodix.report.steps import PHASES, StepRecord
-from embodix.report.summary import VariantSummary, divide, summarise, timed_steps, total_time, with_counts_of
 
 # Settings that say how a step is computed, watched or stored, not what is learned from which samples.
 _HOW_NOT_WHAT = (
@@ -30,7 +38,8 @@ _HOW_NOT_WHAT = (
 )
 DATA_WAIT_LIMIT = 0.15  # share of wall-clock time above which the data loader decides the speed
 # Relative loss difference of the first step (same weights, same samples) that rounding alone explains.
-SAME_FUNCTION = {"float32": 1e-6, "bfloat16": 2e-2, "FP8": 2e-2}
+ROUNDING = {"float32": 1e-6, "bfloat16": 2e-2}
+LOW_PRECISION_ROUNDING = 2e-2
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class SpeedBound:
     Attributes:
         this_size: FLOP ratio of the model and data that were run.
         real_size: FLOP ratio of the full-size model on the same prompts and cameras, or None.
-        real_name: the full-size model in words, e.g. ``π0.5 (4.1 B parameters, 224 px)``.
+        real_name: the full-size model in words, e.g. ``the large variant (4.1 B parameters, 224 px)``.
         basis: how the ratios were computed, one sentence.
     """
 
@@ -202,12 +211,13 @@ def clock_of(run: Run) -> str:
     return "cpu_s" if device.startswith("cpu") else "wall_s"
 
 
-def _precision(run: Run) -> str:
-    """What the policy computes in: π0.5 says it by ``dtype``, GR00T-N1.5 by ``use_bf16``."""
+def _tolerance(run: Run) -> float:
+    """By what the policy computes in: its own autocast, else the dtype of its config."""
     if low_precision(run):
-        return "FP8"
+        return LOW_PRECISION_ROUNDING
     policy = run.manifest.config.get("policy") or {}
-    return "bfloat16" if policy.get("dtype") == "bfloat16" or policy.get("use_bf16") else "float32"
+    dtype = run.manifest.settings.get("own_autocast") or policy.get("dtype")
+    return ROUNDING["bfloat16" if dtype == "bfloat16" else "float32"]
 
 
 def config_differences(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
@@ -238,7 +248,7 @@ def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None)
     clock = clock_of(run)
     compute = step_ratios(base, run, clock, ("forward", "backward"), num_warmup)
     whole = step_ratios(base, run, clock, PHASES, num_warmup)
-    tolerance = SAME_FUNCTION[_precision(run)]
+    tolerance = _tolerance(run)
     reference = ReferenceDifference.from_manifest(run.manifest.reference_check)
     same_samples = composed_as(base) == composed_as(run)
     counted = (base.manifest.flops_per_step, run.manifest.flops_per_step) if same_samples else (None, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Success in simulation: the record of an evaluation, its interval, its controls and its pairing.
+"""Success in simulation: the records of evaluations, their files, intervals, controls and pairing.
 
 A success rate alone says little: a fixed action sequence may solve a task that resets to almost the same state.
 Every evaluation therefore carries its controls, and two policies are compared on the same episodes.
@@ -8,14 +8,19 @@ Every evaluation therefore carries its controls, and two policies are compared o
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from embodix.report.manifest import collect_provenance, write_text_atomically
 from embodix.report.statistics import mcnemar_p_value, paired_difference_interval, wilson_interval
+from embodix.report.steps import append_line, read_lines
 
+RESULTS_FILE, EPISODES_FILE, EVALUATIONS_FILE = "results.json", "episodes.jsonl", "evaluations.jsonl"
 CONTROLS = {
     "blind": "blind control: a fixed action sequence that never looks",
     "blank_image": "blank-image control: the same policy with every camera blanked",
@@ -210,3 +215,153 @@ def _episodes(records: Sequence[Mapping[str, Any]]) -> tuple[EpisodeRecord, ...]
     if not episodes or num_different != len(episodes):
         raise ValueError(f"{len(episodes)} episodes with {num_different} different (task, seed) pairs")
     return episodes
+
+
+@dataclass(frozen=True)
+class EvaluationRun:
+    """How an evaluation was made.
+
+    Attributes:
+        name: what acted, in tables.
+        checkpoint: the folder that was evaluated; None for a controller without one.
+        policy: type, features in force and patches of the policy; empty for a controller.
+        env: the simulator's configuration.
+        settings: episodes, seeds, slots and workers.
+        wall_s, cpu_s: seconds that all episodes took, and seconds of processor time in this process and its workers.
+    """
+
+    name: str
+    checkpoint: str | None
+    policy: Mapping[str, Any]
+    env: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    wall_s: float
+    cpu_s: float
+
+
+def results_record(
+    run: EvaluationRun,
+    episodes: Sequence[EpisodeRecord],
+    controls: Mapping[str, Sequence[EpisodeRecord]],
+) -> dict[str, Any]:
+    """The content of ``results.json`` as plain containers.
+
+    Raises:
+        ValueError: no episodes.
+    """
+    if not episodes:
+        raise ValueError("An evaluation needs at least one episode.")
+    tasks = dict.fromkeys(episode.task for episode in episodes)
+    return {
+        "name": run.name,
+        "checkpoint": run.checkpoint,
+        "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "success": dataclasses.asdict(_success(episodes)),
+        "tasks": {task: _task_fields([episode for episode in episodes if episode.task == task]) for task in tasks},
+        "episodes": _episode_fields(episodes),
+        "controls": {name: _episode_fields(of_control) for name, of_control in controls.items()},
+        "videos": [episode.video for episode in episodes if episode.video is not None],
+        "policy": dict(run.policy),
+        "env": dict(run.env),
+        "settings": dict(run.settings),
+        "provenance": dataclasses.asdict(collect_provenance()),
+        "wall_s": run.wall_s,
+        "cpu_s": run.cpu_s,
+    }
+
+
+def write_results(folder: Path, record: Mapping[str, Any]) -> Path:
+    """Write ``results.json`` into a folder, beside and renamed."""
+    path = folder / RESULTS_FILE
+    write_text_atomically(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def append_episode(path: Path | str, actor: str, episode: EpisodeRecord) -> None:
+    """Add an episode to ``episodes.jsonl`` as soon as it has ended, so that nothing is lost when the run is."""
+    append_line(path, {"actor": actor, **dataclasses.asdict(episode)}, _decode_episode)
+
+
+def read_episodes(path: Path | str) -> dict[str, list[EpisodeRecord]]:
+    """The episodes of each actor in ``episodes.jsonl``; nothing where there is no such file.
+
+    Raises:
+        ValueError: a line that is no episode.
+    """
+    if not Path(path).is_file():
+        return {}
+    by_actor: dict[str, list[EpisodeRecord]] = {}
+    for actor, episode in read_lines(path, _decode_episode, "an episode"):
+        by_actor.setdefault(actor, []).append(episode)
+    return by_actor
+
+
+def _decode_episode(line: bytes) -> tuple[str, EpisodeRecord]:
+    fields = json.loads(line)
+    return str(fields.pop("actor")), EpisodeRecord(**fields)
+
+
+def _episode_fields(episodes: Sequence[EpisodeRecord]) -> list[dict[str, Any]]:
+    """Every field but the instruction, which the task has."""
+    fields = [dataclasses.asdict(episode) for episode in episodes]
+    return [{name: value for name, value in episode.items() if name != "instruction"} for episode in fields]
+
+
+def _task_fields(episodes: Sequence[EpisodeRecord]) -> dict[str, Any]:
+    steps = [episode.num_steps for episode in episodes if episode.num_steps is not None]
+    rewards = [episode.sum_reward for episode in episodes if episode.sum_reward is not None]
+    return {
+        **dataclasses.asdict(_success(episodes)),
+        "instruction": next((episode.instruction for episode in episodes if episode.instruction), ""),
+        "mean_steps": statistics.fmean(steps) if steps else None,
+        "mean_reward": statistics.fmean(rewards) if rewards else None,
+    }
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Success of one checkpoint.
+
+    Attributes:
+        step: training steps behind the checkpoint.
+        checkpoint: its folder, relative to the run folder.
+        success: over all episodes.
+        by_task: success of each task.
+        wall_s: seconds from the checkpoint to its result.
+    """
+
+    step: int
+    checkpoint: str
+    success: SuccessRate
+    by_task: dict[str, SuccessRate]
+    wall_s: float
+
+
+def append_evaluation(run_folder: Path | str, record: EvaluationRecord) -> None:
+    """Add one record to the run's evaluations."""
+    append_line(Path(run_folder) / EVALUATIONS_FILE, dataclasses.asdict(record), _decode_evaluation)
+
+
+def read_evaluations(run_folder: Path | str) -> list[EvaluationRecord]:
+    """The run's evaluations ordered by step, of two of one step the later; none where there is no file.
+
+    Raises:
+        ValueError: a line other than an incomplete last one is not an evaluation.
+    """
+    path = Path(run_folder) / EVALUATIONS_FILE
+    if not path.is_file():
+        return []
+    by_step = {record.step: record for record in read_lines(path, _decode_evaluation, "an evaluation")}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def best_evaluation(records: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
+    """The record of the highest success rate, the latest of equals; None where there is none."""
+    return max(records, key=lambda record: (record.success.rate, record.step), default=None)
+
+
+def _decode_evaluation(line: bytes) -> EvaluationRecord:
+    fields = json.loads(line)
+    success = SuccessRate(**fields.pop("success"))
+    by_task = {task: SuccessRate(**rate) for task, rate in fields.pop("by_task").items()}
+    return EvaluationRecord(**fields, success=success, by_task=by_task)

@@ -19,26 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 import embodix
 
-_PACKAGES = (
-    "embodix",
-    "lerobot",
-    "torch",
-    "transformers",
-    "accelerate",
-    "numpy",
-    "hydra-core",
-    "rlinf",
-    "ray",
-    "metaworld",
-    "mujoco",
-    "flash-attn",
-    "flash-attn-4",
-    "transformer-engine",
-    "torchao",
-    "deepspeed",
-)
+_ALWAYS = ("embodix", "lerobot", "torch", "transformers", "accelerate", "numpy", "hydra-core")
 # Instruction sets that decide how fast fp32, bf16 and int8 matrix products run on a CPU.
 _MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 # Results do not take part in the computation, so writing one must not make the tree dirty for the next.
@@ -97,7 +82,7 @@ class Manifest:
         peak_memory_source: what was measured, e.g. ``CUDA allocator`` or ``resident set of the process``.
         num_parameters: parameters of the policy as built, or None when not counted.
         reference_check: how the losses compare with the reference where upstream's own batch is not it, see
-            ``embodix.report.reference``; None where upstream's batch is the reference.
+            ``embodix.report.runs.ReferenceDifference``; None where upstream's batch is the reference.
         notes: anything a reader of the report must know.
     """
 
@@ -203,13 +188,46 @@ def collect_provenance() -> Provenance:
 
 
 def _installed_versions() -> dict[str, str]:
+    """Of what every run uses, of plugins' distributions, and of what embodix's optional features bring."""
     found = {}
-    for name in _PACKAGES:
+    plugins = sorted(point.dist.name for point in importlib.metadata.entry_points(group="embodix") if point.dist)
+    for name in dict.fromkeys((*_ALWAYS, *plugins, *_optional_requirements())):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _optional_requirements() -> list[str]:
+    """Distributions that embodix's extras ask for, where an extra widens a dependency (``host[simulator]``) too.
+
+    What the extra ``dev`` asks for takes no part in a computation.
+    """
+    always, optional = [], []
+    for requirement in _requirements_of("embodix"):
+        if requirement.marker is None or "extra" not in str(requirement.marker):
+            always.append(requirement.name)
+        elif not requirement.marker.evaluate({"extra": "dev"}):
+            optional.append(requirement)
+    widened = [requirement for requirement in optional if requirement.name in always]
+    return [
+        *(requirement.name for requirement in optional),
+        *(
+            part.name
+            for requirement in widened
+            for part in _requirements_of(requirement.name)
+            if part.marker and "extra" in str(part.marker)
+            if any(part.marker.evaluate({"extra": extra}) for extra in requirement.extras)
+        ),
+    ]
+
+
+def _requirements_of(name: str) -> list[Requirement]:
+    try:
+        return [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def _find_commit() -> tuple[str, str, bool | None]:

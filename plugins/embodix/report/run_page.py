@@ -10,16 +10,22 @@ from pathlib import Path
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from embodix.report import wording
-from embodix.report.curves import binned, legend, spans_decades, whole_steps
-from embodix.report.evaluations import EvaluationRecord, best_evaluation, read_evaluations
-from embodix.report.html import page_environment, provenance_rows
+from embodix.report.drawing import (
+    WIDTH_IN,
+    binned,
+    drawing,
+    legend,
+    series_colour,
+    spans_decades,
+    to_svg,
+    whole_steps,
+)
+from embodix.report.evaluation import EvaluationRecord, best_evaluation, read_evaluations
 from embodix.report.manifest import write_text_atomically
-from embodix.report.precision import low_precision, precision_words
-from embodix.report.runs import Run, read_run
+from embodix.report.page import HTML_NAME, Card, Page, provenance_rows
+from embodix.report.runs import Run, low_precision, precision_words, read_run
 from embodix.report.steps import StepRecord
-from embodix.report.svg import WIDTH_IN, drawing, series_colour, to_svg
-from embodix.report.write import HTML_NAME
+from embodix.report.words import count, percent, success_words
 
 
 def write_run_page(run_folder: Path | str) -> Path:
@@ -42,25 +48,29 @@ def render_run(run: Run, evaluations: Sequence[EvaluationRecord]) -> str:
     best = best_evaluation(evaluations)
     if best is None:
         raise ValueError(f"{run.folder} was not evaluated while it trained; choose evaluation=background.")
-    return (
-        page_environment()
-        .get_template("run.html.j2")
-        .render(
-            title=f"Training of {run.name}",
-            run=run,
-            paragraph=_paragraph(run, evaluations),
-            best=best,
-            last=evaluations[-1],
-            evaluations=evaluations,
-            tasks=list(dict.fromkeys(task for record in evaluations for task in record.by_task)),
-            figure=Markup(loss_and_success(run.steps, evaluations)),
-            provenance=provenance_rows([run]),
-            config=json.dumps(run.manifest.config, indent=2),
-        )
+    page = Page(
+        title=f"Training of {run.name}",
+        paragraph=_paragraph(run, evaluations),
+        provenance=provenance_rows([run]),
+        cards=_cards(run, best, evaluations[-1]),
+        figures={"curves": _loss_and_success(run.steps, evaluations)},
+        details=[("Resolved configuration", json.dumps(run.manifest.config, indent=2))],
     )
+    tasks = list(dict.fromkeys(task for record in evaluations for task in record.by_task))
+    return page.render("run.html.j2", best=best, evaluations=evaluations, tasks=tasks)
 
 
-def loss_and_success(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> str:
+def _cards(run: Run, best: EvaluationRecord, last: EvaluationRecord) -> list[Card]:
+    begun, ended = run.steps[0], run.steps[-1]
+    where = Markup("step {}: {}; <code>checkpoints/best</code>").format(best.step, success_words(best.success))
+    return [
+        Card("Best checkpoint", percent(best.success.rate), where, "good"),
+        Card("Last evaluation", percent(last.success.rate), f"step {last.step}: {success_words(last.success)}", "good"),
+        Card("Last loss", f"{ended.loss:.3g}", f"from {begun.loss:.3g} at step {begun.step}", "good"),
+    ]
+
+
+def _loss_and_success(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> str:
     """Loss above, success with its 95 % Wilson interval below, over the same steps."""
     with drawing():
         figure = Figure(figsize=(WIDTH_IN, 4.4), layout="constrained")
@@ -95,8 +105,8 @@ def _paragraph(run: Run, evaluations: Sequence[EvaluationRecord]) -> str:
     precision = f", matrix products in {precision_words(run)}" if low_precision(run) else ""
     return (
         f"The policy {policy.get('type', 'that was configured')} trained for "
-        f"{wording.count(run.steps[-1].step, 'step')}{data}, seed {run.manifest.seed}{precision}. "
-        f"{wording.count(len(evaluations), 'checkpoint')} were rolled out in the simulator by processes of their own "
+        f"{count(run.steps[-1].step, 'step')}{data}, seed {run.manifest.seed}{precision}. "
+        f"{count(len(evaluations), 'checkpoint')} were rolled out in the simulator by processes of their own "
         "while training went on. Their episodes chose the best checkpoint, so its success here is optimistic: "
         "evaluate it on other seeds before you state it."
     )

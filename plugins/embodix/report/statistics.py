@@ -51,21 +51,19 @@ def wilson_interval(num_success: int, num_trials: int) -> tuple[float, float]:
         raise ValueError(
             f"A success rate needs 0 <= successes <= trials and at least one trial; got {num_success} of {num_trials}."
         )
-    rate = num_success / num_trials
-    shrink = 1 + _Z_95**2 / num_trials
-    centre = (rate + _Z_95**2 / (2 * num_trials)) / shrink
-    half = _Z_95 / shrink * math.sqrt(rate * (1 - rate) / num_trials + _Z_95**2 / (4 * num_trials**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    from scipy.stats import binomtest  # imports slowly
+
+    interval = binomtest(num_success, num_trials).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
     """Exact two-sided McNemar test on the pairs that disagree; 1.0 when none do."""
-    disagreeing = only_first + only_second
-    if disagreeing == 0:
+    if only_first + only_second == 0:
         return 1.0
-    fewer = min(only_first, only_second)
-    tail = float(sum(math.comb(disagreeing, k) for k in range(fewer + 1))) * 0.5**disagreeing
-    return min(1.0, 2 * tail)
+    from scipy.stats import binomtest  # imports slowly
+
+    return float(binomtest(only_first, only_first + only_second, 0.5).pvalue)
 
 
 def paired_difference_interval(only_first: int, only_second: int, num_pairs: int) -> tuple[float, float]:

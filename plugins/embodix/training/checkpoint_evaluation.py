@@ -20,9 +20,14 @@ from lerobot.configs.train import TrainPipelineConfig
 from lerobot.utils.constants import LAST_CHECKPOINT_LINK
 from omegaconf import DictConfig, OmegaConf
 
-from embodix.report.evaluation import read_evaluation
-from embodix.report.evaluation_record import RESULTS_FILE
-from embodix.report.evaluations import EvaluationRecord, append_evaluation, best_evaluation, read_evaluations
+from embodix.report.evaluation import (
+    RESULTS_FILE,
+    EvaluationRecord,
+    append_evaluation,
+    best_evaluation,
+    read_evaluation,
+    read_evaluations,
+)
 
 EVALUATIONS_FOLDER = "evaluations"
 BEST_LINK = "best"

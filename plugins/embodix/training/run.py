@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.config.compose import compose_train, merge_overrides
 from embodix.policies.support import support_of
-from embodix.report.evaluations import EvaluationRecord
+from embodix.report.evaluation import EvaluationRecord
 from embodix.report.run_page import write_run_page
 from embodix.report.steps import StepRecord
 from embodix.training.accelerator import ObservedAccelerator

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from embodix import patching
 from embodix.contracts import BatchComposer, ChecksReference
 from embodix.policies.settings import ReferenceCheck, TokenCounts
+from embodix.policies.support import support_of
 from embodix.report.manifest import collect_manifest
 from embodix.report.steps import StepRecord, TokenRecord, append_step
 from embodix.training.accelerator import StepClock
@@ -263,6 +264,9 @@ class TrainingSession:
     def _settings(self) -> dict[str, Any]:
         assert self.features is not None
         settings: dict[str, Any] = {**self.features.describe(), "data": self.data.describe()}
+        own_autocast = support_of(self.policy.config.type).own_autocast(self.policy.config)
+        if own_autocast is not None:
+            settings["own_autocast"] = own_autocast
         if self.composition is not None:
             settings["composition"] = self.composition.describe()
         return settings

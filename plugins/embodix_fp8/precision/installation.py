@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from embodix.quantization.selection import ModuleChoice, choose_modules
+from embodix_fp8.format_words import TRAINING_FORMAT
 from embodix_fp8.precision.gemm_gate import GemmGate, GemmTable
 
 # Largest relative error (Frobenius norm) that first products may have; two operands of e4m3 and e5m2 cost 0.06.
@@ -154,6 +155,7 @@ class PrecisionInstallation:
             if not place.kept:
                 rejected.append({"path": place.path, "shape": list(place.shape), "reason": place.decision})
         return {
+            "format": dict(TRAINING_FORMAT),
             "recipe": self._kernel.recipe,
             "kernel": self._kernel.name,
             "fallback": self._kernel.fallback,

@@ -16,8 +16,7 @@ from typing import Any
 
 from embodix.report.manifest import Manifest, load_manifest
 from embodix_rl.report.rl_steps import RlRates, RlStep, rates, read_rl_steps
-from embodix_rl.report.timeline_file import Span, busy_s, read_timeline
-from embodix_rl.report.worker_time import (
+from embodix_rl.report.spans import (
     ENVIRONMENTS,
     INFER,
     INFERENCE,
@@ -25,9 +24,12 @@ from embodix_rl.report.worker_time import (
     STEP,
     TRAIN,
     TRAINING,
+    Span,
+    busy_s,
     component_of,
     component_shares,
     pieces,
+    read_timeline,
     shares,
 )
 

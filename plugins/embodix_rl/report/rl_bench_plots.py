@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from embodix.report.svg import GRID, INK, MUTED, PAGE, WIDTH_IN, drawing, new_figure, series_colour, to_svg
+from embodix.report.drawing import GRID, INK, MUTED, PAGE, WIDTH_IN, drawing, new_figure, series_colour, to_svg
 from embodix_rl.report.rl_bench import BenchReport, VariantResult
-from embodix_rl.report.worker_time import (
+from embodix_rl.report.spans import (
     ACTIVITIES,
     ENVIRONMENTS,
     INFER,

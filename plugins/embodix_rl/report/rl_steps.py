@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from embodix.report.json_lines import append_line, read_lines
+from embodix.report.steps import append_line, read_lines
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from embodix_rl.report.timeline_file import Span, busy_s, kind_of, waited_s
+from embodix_rl.report.spans import Span, busy_s, kind_of, waited_s
 from embodix_rl.scheduling.waiting import Clock, waiting
 
 
@@ -159,7 +159,7 @@ class TimelineSummary:
 
 
 def summarize(timeline: Timeline, warm_up_batches: int = 1) -> TimelineSummary:
-    """The summary of a run; kinds of components are those of `embodix_rl.report.timeline_file.kind_of`.
+    """The summary of a run; kinds of components are those of `embodix_rl.report.spans.kind_of`.
 
     Args:
         timeline: of the whole run.

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from embodix.config.compose import compose
 from embodix.report.manifest import collect_manifest
 from embodix_rl.report.rl_steps import RlStep, append_rl_step
-from embodix_rl.report.timeline_file import Span, TimelineWriter
+from embodix_rl.report.spans import Span, TimelineWriter
 
 BEGIN_S = 1_000.0
 STEP_S, INFER_S, TRAIN_S, WEIGHTS_S = 1.0, 0.5, 2.0, 0.25

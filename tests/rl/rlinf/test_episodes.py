@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embodix_rl.report.rl_steps import RlStep, append_rl_step, rates, read_rl_steps
-from embodix_rl.report.timeline_file import TimelineWriter, read_timeline
+from embodix_rl.report.spans import TimelineWriter, read_timeline
 from embodix_rl.rlinf.consumption import Consumption, merge
 from embodix_rl.rlinf.episode_seeds import EpisodeSeeds
 from embodix_rl.rlinf.metrics import StepRecorder

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from embodix_rl.report.timeline_file import Span
+from embodix_rl.report.spans import Span
 from embodix_rl.scheduling.timeline import Timeline, TrainedBatch, merge, summarize
 from embodix_rl.scheduling.waiting import WaitTimeout
 from embodix_rl.testing.virtual_clock import run_virtually

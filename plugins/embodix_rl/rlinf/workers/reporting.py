@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
-from embodix_rl.report.timeline_file import TimelineWriter
+from embodix_rl.report.spans import TimelineWriter
 from embodix_rl.rlinf.extension import report
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from embodix_rl.report.timeline_file import Span
+from embodix_rl.report.spans import Span
 from embodix_rl.scheduling.batcher import Batch, DynamicBatcher, Request
 from embodix_rl.scheduling.channels import ChannelClosed, Mailbox
 from embodix_rl.scheduling.protocol import DrainMode

@@ -7,11 +7,14 @@ They are drawn with placeholder colours; each becomes a CSS variable of the page
 from __future__ import annotations
 
 import io
+import math
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib
+import matplotlib.ticker as ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,6 +22,7 @@ from embodix.report.steps import PHASES
 
 NUM_SERIES_COLOURS = 6
 WIDTH_IN = 7.6
+ROLLING_POINTS = 400  # curves with more points are averaged in bins, or they become a smear
 
 INK, MUTED, GRID, PAGE = "#01a001", "#01a002", "#01a003", "#01a004"
 SERIES = [f"#01b00{index}" for index in range(NUM_SERIES_COLOURS)]
@@ -92,3 +96,28 @@ def to_svg(figure: Figure, name: str) -> str:
     for placeholder, variable in _VARIABLES.items():
         text = text.replace(placeholder, f"var({variable})")
     return text
+
+
+def legend(axes: Axes, num_entries: int) -> None:
+    """A legend above the axes."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(4, num_entries), borderaxespad=0)
+
+
+def whole_steps(axes: Axes) -> None:
+    """Ticks at whole steps only."""
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+
+
+def spans_decades(losses: Sequence[float]) -> bool:
+    """Whether a linear axis would flatten the end of training."""
+    return min(losses) > 0 and math.isfinite(max(losses)) and max(losses) > 30 * min(losses)
+
+
+def binned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Average consecutive points so that at most ``ROLLING_POINTS`` remain."""
+    width = -(-len(steps) // ROLLING_POINTS)
+    chunks = [slice(start, start + width) for start in range(0, len(steps), width)]
+    return (
+        [sum(steps[c]) / len(steps[c]) for c in chunks],
+        [sum(values[c]) / len(values[c]) for c in chunks],
+    )

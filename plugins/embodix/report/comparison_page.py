@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say a comparison in words: what was run, the verdict, and the terms used."""
+"""A comparison of training variants for a reader: its findings in words, its page and its record."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from embodix.report.compare import CompareReport, PairSummary
-from embodix.report.evaluation import SuccessRate
-from embodix.report.summary import VariantSummary
+from embodix.report import plots
+from embodix.report.compare import CompareReport, PairSummary, SpeedBound, compare_runs
+from embodix.report.manifest import write_text_atomically
+from embodix.report.page import HTML_NAME, TERMS, Card, Page, colour, provenance_rows
+from embodix.report.runs import VariantSummary, precision_terms, read_variants
+from embodix.report.steps import PHASES
+from embodix.report.words import PHASE_NAMES, count, difference, percent, quantity, ratio, success_words
 
-PHASE_NAMES = {
-    "data_wait": "data wait",
-    "preprocess": "preprocess",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-}
-
+JSON_NAME = "report.json"
 GLOSSARY = {
     "variant": "One way to train the same policy on the same samples. The baseline is upstream LeRobot, unchanged.",
     "same function": "Both variants compute the same loss from the same weights and samples, up to rounding. Judged at "
@@ -37,29 +36,126 @@ GLOSSARY = {
     "utilisation": "Valid tokens divided by computed tokens. 100 % means that nothing computed was padding.",
     "padding": "Positions without input: the instruction is filled up to a fixed length, a camera that the robot lacks "
     "is a blank image, an action chunk that runs past the end of the episode repeats its last action.",
-    "FP8": "Matrix products of the language model with operands rounded to scaled 8-bit floating point; the weights "
-    "that the optimizer changes stay in float32. It changes what is computed, so that losses differ from those "
-    "of a variant without it by more than rounding in the policy's own precision.",
-    "Wilson interval": "The range in which the true success rate lies with 95 % confidence, given the number of "
-    "episodes.",
-    "McNemar test": "Compares two policies on the same episodes; only episodes that one solves and the other does not "
-    "count. A p-value near 1 means that they cannot be told apart.",
-    "blind control": "A fixed action sequence that never looks. What it solves needs no vision.",
-    "blank-image control": "The trained policy with every camera blanked. What it loses is what it used vision for.",
 }
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """One finding: a short label, the figure, and the sentence that qualifies it; ``good`` colours it."""
+def write_comparison(
+    folder: Path | str,
+    *,
+    baseline: str | None = None,
+    bounds: Mapping[str, SpeedBound] | None = None,
+    num_warmup: int | None = None,
+    title: str = "Comparison of training variants",
+) -> CompareReport:
+    """Compare the runs in ``<folder>/variants/`` and write both files into ``folder``.
 
-    label: str
-    figure: str
-    sentence: str
-    good: bool
+    See :func:`embodix.report.compare.compare_runs` for the arguments.
+
+    Raises:
+        FileNotFoundError, ValueError: the runs are missing or cannot be compared; the message says why.
+    """
+    report = compare_runs(read_variants(folder), baseline=baseline, bounds=bounds, num_warmup=num_warmup, title=title)
+    write_report(report, folder)
+    return report
 
 
-def verdicts(report: CompareReport, pair: PairSummary) -> list[Verdict]:
+def write_report(report: CompareReport, folder: Path | str) -> None:
+    """Write ``report.json`` and ``report.html``."""
+    folder = Path(folder)
+    write_text_atomically(folder / JSON_NAME, json.dumps(report_record(report), indent=2, allow_nan=False) + "\n")
+    write_text_atomically(folder / HTML_NAME, render_comparison(report))
+
+
+def render_comparison(report: CompareReport) -> str:
+    """The page as text. Figures whose data were not recorded are left out."""
+    page = Page(
+        title=report.title,
+        paragraph=what_was_run(report),
+        provenance=provenance_rows(report.runs),
+        warnings=report.warnings,
+        figures=_figures(report),
+        details=[
+            (f"Resolved configuration of {run.name}", json.dumps(run.manifest.config, indent=2)) for run in report.runs
+        ],
+        glossary={**GLOSSARY, **TERMS, **precision_terms(report.runs)},
+    )
+    found = [(pair, verdicts(report, pair)) for pair in report.pairs]
+    return page.render(
+        "comparison.html.j2",
+        report=report,
+        verdicts=found,
+        verdict_labels=list(dict.fromkeys(card.label for _, cards in found for card in cards)),
+        summary=[_summary_row(report, variant) for variant in report.variants],
+        phases=[(PHASE_NAMES[phase], phase) for phase in PHASES],
+        work=[_work_row(report, variant) for variant in report.variants],
+        bounds=[pair for pair in report.pairs if pair.bound is not None],
+        evaluated=[variant for variant in report.variants if variant.evaluation is not None],
+    )
+
+
+def _figures(report: CompareReport) -> dict[str, str | None]:
+    return {
+        "loss": plots.loss_curves(report),
+        "differences": plots.loss_differences(report),
+        "phases": plots.phase_times(report),
+        "ratios": plots.speed_ratios(report),
+        "tokens": plots.tokens_per_sample(report),
+        "success": plots.success_rates(report),
+    }
+
+
+def _pair_of(report: CompareReport, variant: VariantSummary) -> PairSummary | None:
+    return next((pair for pair in report.pairs if pair.name == variant.name), None)
+
+
+def _summary_row(report: CompareReport, variant: VariantSummary) -> dict[str, Any]:
+    pair = _pair_of(report, variant)
+    return {
+        "variant": variant,
+        "ratio": pair and pair.step_ratio,
+        "samples_per_s": variant.samples_per_cpu_s if report.pairs[0].clock.startswith("process") else
+        variant.samples_per_wall_s,
+        "pair": pair,
+        "loss_difference": loss_difference(pair) if pair else "",
+        "packing": variant.packer or "not recorded",
+        "attention": variant.attention or "not recorded",
+        "precision": variant.precision,
+    }  # fmt: skip
+
+
+def _work_row(report: CompareReport, variant: VariantSummary) -> dict[str, Any]:
+    pair = _pair_of(report, variant)
+    return {"variant": variant, "flop_ratio": pair and pair.flop_ratio, "bound": pair and pair.bound}
+
+
+def report_record(report: CompareReport) -> dict[str, Any]:
+    """The report as plain containers for strict JSON: NaN and infinities become null, series are kept by step."""
+    record = {
+        "title": report.title,
+        "what_was_run": what_was_run(report),
+        "baseline": report.baseline,
+        "verdicts": {pair.name: verdict_line(report, pair) for pair in report.pairs},
+        "warnings": report.warnings,
+        "variants": [dataclasses.asdict(variant) for variant in report.variants],
+        "pairs": [dataclasses.asdict(pair) for pair in report.pairs],
+        "config_differences": report.config_differences,
+        "provenance": {run.name: dataclasses.asdict(run.manifest.provenance) for run in report.runs},
+        "loss": {run.name: {str(step.step): step.loss for step in run.steps} for run in report.runs},
+    }
+    return dict(_plain(record))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {" #".join(map(str, key)) if isinstance(key, tuple) else str(key): _plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def verdicts(report: CompareReport, pair: PairSummary) -> list[Card]:
     """The findings on one variant, most important first."""
     found = [_function_verdict(pair), _speed_verdict(report, pair), _bound_verdict(pair)]
     success = _success_verdict(report, pair)
@@ -86,14 +182,14 @@ def what_was_run(report: CompareReport) -> str:
     )
 
 
-def _function_verdict(pair: PairSummary) -> Verdict:
+def _function_verdict(pair: PairSummary) -> Card:
     if not pair.same_samples:
-        return Verdict(
+        return Card(
             "Same function",
             "other samples",
             f"{pair.name} composes its batches by size, so that its steps hold other samples than the baseline's and "
             "their losses are not comparable one by one. Each step's loss is the mean over its valid action elements.",
-            False,
+            "bad",
         )
     first, largest = difference(pair.first_loss_difference), difference(pair.largest_loss_difference)
     rounding = f"where up to {pair.tolerance:.0e} is rounding"
@@ -110,11 +206,11 @@ def _function_verdict(pair: PairSummary) -> Verdict:
             f"{over_steps}."
         )
     if pair.same_function:
-        return Verdict("Same function", "yes", sentence, True)
-    return Verdict("Same function", "no", "; ".join([*pair.algorithm_changes, sentence]), False)
+        return Card("Same function", "yes", sentence, "good")
+    return Card("Same function", "no", "; ".join([*pair.algorithm_changes, sentence]), "bad")
 
 
-def _speed_verdict(report: CompareReport, pair: PairSummary) -> Verdict | None:
+def _speed_verdict(report: CompareReport, pair: PairSummary) -> Card | None:
     if pair.step_ratio is None:
         return None
     spread = pair.step_ratio
@@ -122,42 +218,42 @@ def _speed_verdict(report: CompareReport, pair: PairSummary) -> Verdict | None:
     if pair.compute_ratio is not None:
         parts = f" Forward and backward alone: {ratio(pair.compute_ratio.median)}."
     if not pair.same_samples:
-        return Verdict(
+        return Card(
             "Speed ratio",
             ratio(pair.samples_ratio),
             f"{pair.name} trained {ratio(pair.samples_ratio)} the samples of {report.baseline} in the same "
             f"{pair.clock}; the steps hold other samples, so that single steps are not paired.",
-            pair.samples_ratio > 1,
+            colour(pair.samples_ratio > 1),
         )
-    return Verdict(
+    return Card(
         "Speed ratio",
         ratio(spread.median),
         f"A training step of {report.baseline} took {ratio(spread.median)} the {pair.clock} of {pair.name} "
         f"[{ratio(spread.low)} to {ratio(spread.high)} over {count(spread.count, 'step')}].{parts}",
-        spread.median > 1,
+        colour(spread.median > 1),
     )
 
 
-def _bound_verdict(pair: PairSummary) -> Verdict | None:
+def _bound_verdict(pair: PairSummary) -> Card | None:
     counted = f" Torch counted {ratio(pair.flop_ratio)} in this run." if pair.flop_ratio else ""
     if pair.bound is None:
         if pair.flop_ratio is None:
             return None
-        return Verdict("Bound at this size", ratio(pair.flop_ratio), f"By floating-point operations.{counted}", True)
+        return Card("Bound at this size", ratio(pair.flop_ratio), f"By floating-point operations.{counted}", "good")
     bound = pair.bound
     if bound.real_size is None:
-        return Verdict("Bound at this size", ratio(bound.this_size), f"{bound.basis}{counted}".strip(), True)
-    return Verdict(
+        return Card("Bound at this size", ratio(bound.this_size), f"{bound.basis}{counted}".strip(), "good")
+    return Card(
         "Bound at real size",
         ratio(bound.real_size),
         f"By floating-point operations, {bound.real_name} can gain {ratio(bound.real_size)} on this data; the model "
         f"run here can gain {ratio(bound.this_size)}. The measured ratio is the small model's and must not stand for "
         f"the large one.{counted}",
-        True,
+        "good",
     )
 
 
-def _success_verdict(report: CompareReport, pair: PairSummary) -> Verdict | None:
+def _success_verdict(report: CompareReport, pair: PairSummary) -> Card | None:
     variant, base = report.variant(pair.name).evaluation, report.variant(report.baseline).evaluation
     if variant is None or base is None:
         return None
@@ -171,12 +267,12 @@ def _success_verdict(report: CompareReport, pair: PairSummary) -> Verdict | None
             f" Of the same {pair.success.num_episodes} episodes, {pair.success.only_variant} solved only by "
             f"{pair.name}, {pair.success.only_baseline} only by {report.baseline} (p = {pair.success.p_value:.2g})."
         )
-    return Verdict(
+    return Card(
         "Success in simulation",
         percent(variant.success.rate),
         f"{pair.name} {success_words(variant.success)}; {report.baseline} {success_words(base.success)}."
         f"{paired}{controls}",
-        variant.success.high >= base.success.rate,
+        colour(variant.success.high >= base.success.rate),
     )
 
 
@@ -186,62 +282,6 @@ def verdict_line(report: CompareReport, pair: PairSummary) -> str:
     return f"{pair.name} against {report.baseline}: " + "; ".join(parts)
 
 
-def success_words(success: SuccessRate) -> str:
-    return (
-        f"{success.num_success}/{success.num_episodes} = {percent(success.rate)} "
-        f"[{percent(success.low)} to {percent(success.high)}]"
-    )
-
-
 def loss_difference(pair: PairSummary) -> str:
     """The largest relative loss difference, where steps are comparable."""
     return difference(pair.largest_loss_difference) if pair.same_samples else "other samples"
-
-
-def variant_row(variant: VariantSummary) -> Mapping[str, Any]:
-    """What distinguishes a variant, by plain label."""
-    return {
-        "packing": variant.packer or "not recorded",
-        "attention": variant.attention or "not recorded",
-        "precision": variant.precision,
-    }
-
-
-def ratio(value: float | None) -> str:
-    return "not measured" if value is None or math.isnan(value) else f"{value:.2f}×"
-
-
-def percent(value: float | None, digits: int = 0) -> str:
-    return "not counted" if value is None or math.isnan(value) else f"{100 * value:.{digits}f} %"
-
-
-def difference(value: float) -> str:
-    return "0 (bit-equal)" if value == 0 else f"{value:.1e}"
-
-
-def quantity(value: float | None, unit: str = "") -> str:
-    """A number with three digits and an SI prefix: 4.14 G, 617, 12.2 T."""
-    if value is None or math.isnan(value):
-        return "not measured"
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}".rstrip()
-
-
-def memory(num_bytes: float | None) -> str:
-    """Bytes in binary units: 3.2 GiB."""
-    if num_bytes is None:
-        return "not measured"
-    for power, unit in ((3, "GiB"), (2, "MiB")):
-        if num_bytes >= 1000 * 1024 ** (power - 1):  # never 1e+03 of the smaller unit
-            return f"{num_bytes / 1024**power:.3g} {unit}"
-    return f"{num_bytes / 1024:.3g} KiB"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
