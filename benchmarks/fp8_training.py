@@ -28,6 +28,7 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from embodix import plugins
+from embodix.contracts import PrecisionInstallation, TrainingPrecision
 from embodix.quantization.accuracy import sqnr_db
 from embodix.quantization.selection import choose_modules
 from embodix.report.benchmark import require_quotable, write_benchmark
@@ -37,7 +38,6 @@ from embodix.training.host_context import host_context
 from embodix.training.run import compose_train
 from embodix.training.session import TrainingSession
 from embodix.training.side_by_side import compose_variants, train_side_by_side
-from embodix_fp8.precision.installation import PrecisionInstallation, TrainingPrecision
 
 RECIPES = {
     "rowwise": "fp8",

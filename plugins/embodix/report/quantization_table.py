@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from embodix.report.quantization_wording import format_words
 from embodix.report.wording import count, memory, percent, quantity
 
 
@@ -74,10 +75,10 @@ def _definition_table(definitions: list[Mapping[str, Any]]) -> Table:
 def _sentences(record: Mapping[str, Any]) -> list[str]:
     quantization = record["quantization"]
     converted, skipped = quantization["converted"], quantization["skipped"]
-    rows, columns = quantization["block"]
+    words = format_words(quantization)
     sentences = [
-        f"{count(len(converted), 'module')} in FP8 (e4m3, one scale for {rows} × {columns}); {len(skipped)} in high "
-        "precision, each with its reason in quantize.json."
+        f"{count(len(converted), 'module')} in {words['title']}; {len(skipped)} in high precision, each with "
+        "its reason in quantize.json."
     ]
     noise = [module["sqnr_db"] for module in converted if isinstance(module.get("sqnr_db"), float)]
     if noise:
@@ -103,5 +104,5 @@ def _language_model_sentence(exported: Mapping[str, Any]) -> str:
     kept = f"; {count(len(ragged), 'layer')} in high precision, no multiple of the block" if ragged else ""
     return (
         f"Language model alone: {exported['folder']} ({exported['architecture']} of transformers, "
-        f"{exported['num_quantized']} layers in FP8, the rest in {exported['dtype']}{kept})."
+        f"{exported['num_quantized']} layers quantized, the rest in {exported['dtype']}{kept})."
     )

@@ -40,17 +40,30 @@ class Card:
 
 def title(record: Mapping[str, Any]) -> str:
     """The policy and its format."""
-    return f"{POLICIES.get(record['policy_type'], record['policy_type'])} in FP8"
+    words = format_words(record["quantization"])
+    return f"{POLICIES.get(record['policy_type'], record['policy_type'])} in {words['name']}"
+
+
+def format_words(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The format in its quantizer's words (``embodix.contracts.FormatWords``); earlier records have none."""
+    known: Mapping[str, Any] | None = quantization.get("format")
+    if known is not None:
+        return known
+    rows, columns = quantization["block"]
+    return {
+        "name": "FP8",
+        "title": f"FP8 (e4m3, one scale for {rows} × {columns})",
+        "sentence": f"e4m3, one scale for {rows} × {columns} weights",
+    }
 
 
 def what_was_done(record: Mapping[str, Any]) -> str:
     """One paragraph for a reader who was not there."""
     quantization = record["quantization"]
-    rows, columns = quantization["block"]
     written = f", written to {record['output']}" if record.get("output") else ""
     paragraph = (
         f"{record['source']}{written}. {count(len(quantization['converted']), 'module')} of the language model in "
-        f"e4m3, one scale for {rows} × {columns} weights; {len(quantization['skipped'])} in high precision."
+        f"{format_words(quantization)['sentence']}; {len(quantization['skipped'])} in high precision."
     )
     gate = record.get("gate")
     if gate is None:

@@ -8,12 +8,12 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from embodix.schema.gate import GateSettings
+from embodix.schema.gate import AccuracyGateSettings
 from embodix.schema.train import NamedChoice, TokenizerSettings
 
 
 @dataclass
-class GateChoice(GateSettings):
+class GateChoice(AccuracyGateSettings):
     """The accuracy gate's settings, and whether it is passed before anything is written (``--gate``)."""
 
     enabled: bool = False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from embodix.quantization.selection import ModuleChoice, choose_modules
+from embodix_fp8.format_words import TRAINING_FORMAT
 from embodix_fp8.precision.gemm_gate import GemmGate, GemmTable
 
 # Largest relative error (Frobenius norm) that first products may have; two operands of e4m3 and e5m2 cost 0.06.
@@ -45,24 +46,6 @@ class LinearKernel(Protocol):
 
     def convert(self, layer: nn.Linear) -> nn.Module:
         """A module that computes the layer with the layer's own parameters."""
-        ...
-
-
-class TrainingPrecision(Protocol):
-    """What a plugin registers as a precision; its constructor takes the group's ``options``."""
-
-    @staticmethod
-    def needs() -> str | None:
-        """What it can't be installed without and this installation lacks, or None."""
-        ...
-
-    @staticmethod
-    def probe(device: torch.device) -> str | None:
-        """Why it can't run in FP8 units on a device, so that it is emulated, or None."""
-        ...
-
-    def install(self, policy: nn.Module, policy_type: str, device: torch.device) -> PrecisionInstallation:
-        """Compute the policy's chosen layers in low precision."""
         ...
 
 
@@ -122,7 +105,7 @@ class DecideAtFirstCall:
             del self._place.original.forward
 
 
-class PrecisionInstallation:
+class Fp8Layers:
     """FP8 linear layers in place on one policy.
 
     Args:
@@ -154,6 +137,7 @@ class PrecisionInstallation:
             if not place.kept:
                 rejected.append({"path": place.path, "shape": list(place.shape), "reason": place.decision})
         return {
+            "format": dict(TRAINING_FORMAT),
             "recipe": self._kernel.recipe,
             "kernel": self._kernel.name,
             "fallback": self._kernel.fallback,
@@ -191,9 +175,7 @@ class PrecisionInstallation:
             place.put(place.original)
 
 
-def install_kernel(
-    policy: nn.Module, policy_type: str, kernel: LinearKernel, gate: GemmGate | None
-) -> PrecisionInstallation:
+def install_kernel(policy: nn.Module, policy_type: str, kernel: LinearKernel, gate: GemmGate | None) -> Fp8Layers:
     """Compute the language model's linear layers by ``kernel``.
 
     Raises:
@@ -213,7 +195,7 @@ def install_kernel(
     if gate is None:
         for place in places:
             place.kept, place.decision = True, "linear layer of the language model's decoder"
-    return PrecisionInstallation(kernel, places, skipped, gate)
+    return Fp8Layers(kernel, places, skipped, gate)
 
 
 def first_products_problem(kernel: LinearKernel, device: torch.device) -> str | None:
@@ -263,6 +245,6 @@ def _require_master_weight(path: str, weight: Tensor) -> None:
     advice = "freeze the language model, or " if weight.dtype == torch.bfloat16 else ""
     raise ValueError(
         f"FP8 training changes master weights in float32, since single updates are lost in fewer digits; {path} is in "
-        f"{weight.dtype}. To go on, {advice}load the policy in float32 (policy.dtype=float32 for π0.5) and let "
-        "accelerate compute in bfloat16 (ACCELERATE_MIXED_PRECISION=bf16)."
+        f"{weight.dtype}. To go on, {advice}load the policy in float32 (policy.dtype=float32 where there is that "
+        "field) and let accelerate compute in bfloat16 (ACCELERATE_MIXED_PRECISION=bf16)."
     )
