@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from embodix.checkpoints.model_folder import find_model
-from embodix.quantization.accuracy_gate import GateResult, Quantizer
-from embodix.quantization.gate_checkpoint import GatedCheckpoint, gated_checkpoint
+from embodix.contracts import Quantizer
+from embodix.quantization.accuracy_gate import GatedCheckpoint, GateResult, gated_checkpoint
 from embodix.quantization.selection import choose_modules
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.report.evaluation import Evaluation, pair_success, read_evaluation, success_by_task
 from embodix.report.quantization_page import cosine
 from embodix.report.words import success_words
-from embodix.schema.gate import GateSettings
+from embodix.schema.gate import AccuracyGateSettings
 from embodix_fp8.blocks import BLOCK, quantize_blocks
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
 
@@ -238,7 +238,7 @@ def main() -> None:
         run, _, root = value.partition(":")
         source = find_model(run)
         cfg = source.compose_run(source.policy_type(), [])
-        settings = GateSettings(num_samples=options.num_samples, dataset_root=root or None)
+        settings = AccuracyGateSettings(num_samples=options.num_samples, dataset_root=root or None)
         tokenizer = str(Path(root) / "tokenizer") if root else None
         with gated_checkpoint(source, cfg, settings, tokenizer=tokenizer) as gated:
             samples[name] = f"{len(gated.samples.episodes)} samples of {gated.samples.description}"

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix_fp8.blocks import ScaledWeight
-from embodix_fp8.kernel_choice import kernel_problem
-from embodix_fp8.kernels import KERNELS, quantize_rows
+from embodix_fp8.kernels import KERNELS, kernel_problem, quantize_rows
 from embodix_fp8.side_by_side import FORMATS, blocks_matter, compare_formats, quantize_in, weights_of_range
 
 RANGES = (5, 1e2, 1e3, 1e4, 3e4, 1e5, 3e5, 1e6)

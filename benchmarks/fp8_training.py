@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from embodix import plugins
 from embodix.config.compose import compose_train
+from embodix.contracts import PrecisionInstallation, TrainingPrecision
 from embodix.quantization.accuracy import sqnr_db
 from embodix.quantization.selection import choose_modules
 from embodix.report.benchmark import require_quotable, write_benchmark
@@ -37,7 +38,6 @@ from embodix.training.features import select_features
 from embodix.training.host_context import host_context
 from embodix.training.lockstep import compose_variants, train_side_by_side
 from embodix.training.session import TrainingSession
-from embodix_fp8.precision.installation import PrecisionInstallation, TrainingPrecision
 
 RECIPES = {
     "rowwise": "fp8",

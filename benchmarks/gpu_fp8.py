@@ -28,8 +28,7 @@ from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import relative_error
 from embodix_fp8.blocks import quantize_blocks
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
-from embodix_fp8.kernel_choice import kernel_problem
-from embodix_fp8.kernels import KERNELS
+from embodix_fp8.kernels import KERNELS, kernel_problem
 from embodix_groot import testing as groot
 from embodix_groot.architecture import PUBLIC_ARCHITECTURE
 from embodix_groot.wrapper import GrootN15Wrapper

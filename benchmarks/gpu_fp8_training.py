@@ -26,7 +26,7 @@ from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix_fp8.precision.block_scaling import TransformerEngineKernel, transformer_engine_problem
 from embodix_fp8.precision.gemm_gate import GemmGate
-from embodix_fp8.precision.installation import LinearKernel, install_kernel
+from embodix_fp8.precision.linear_layers import LinearKernel, install_kernel
 from embodix_fp8.precision.torchao_float8 import Recipe, TorchaoKernel, fp8_units_problem, torchao_problem
 from embodix_groot import testing as groot
 from embodix_groot.architecture import PUBLIC_ARCHITECTURE

@@ -46,6 +46,7 @@ def register_host_patches() -> list[Registration]:
         "lerobot_column_reads": "action chunks without their images",
         "lerobot_dataset_factory": "the run decides on its data set",
         "lerobot_decoder_cache": "a bounded number of video decoders",
+        "lerobot_quantized_checkpoint": "upstream loads a checkpoint in low precision",
         "lerobot_worker_preprocessing": "the run decides where samples are preprocessed",
     }
     return [Registration(name, f"embodix.patches.{name}:PATCH", summary) for name, summary in summaries.items()]

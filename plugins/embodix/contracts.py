@@ -10,10 +10,11 @@ padded prefix; F stochastic steps of each, T action steps, A padded action dimen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from embodix.attention.segments import Segments
+    from embodix.checkpoints.tensor_file import TensorSpec
     from embodix.data.preprocessing import Merger
     from embodix.data.sample_sizes import SizedDataset
     from embodix.evaluation.simulators import StepOutcome
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from embodix.packing.sample_cost import CostModel, IntArray, SampleSizes
     from embodix.policies.flow_host import FlowSizes, RecomputedSteps
     from embodix.policies.settings import FastPathSettings, ReferenceCheck, TokenCounts
+    from embodix.quantization.accuracy_probe import LayerTensors
+    from embodix.quantization.gate_rules import RecipeNumbers
+    from embodix.quantization.selection import ModuleChoice
 
 ModuleKind = Literal["language_linear", "embedding", "unused_head", "vision", "connector", "action_head", "other"]
 
@@ -405,6 +410,253 @@ class FlowHost(Protocol):
         Raises:
             ValueError: a prompt or a number of images beyond these sizes.
         """
+        ...
+
+
+# --- number formats ---------------------------------------------------------------------------------------------------
+
+
+class LowPrecision(Protocol):
+    """A low precision in place on a policy: quantized weights, or the layers of a training precision."""
+
+    def describe(self) -> dict[str, Any]:
+        """For reports and the accuracy gate.
+
+        ``converted`` and ``skipped`` list modules by ``path``, ``shape`` and ``reason``, the converted ones with their
+        ``kernel``. A quantizer adds its ``name`` and, where not everything runs as meant, a sentence as ``fallback``.
+        """
+        ...
+
+    def uninstall(self) -> None:
+        """Give the policy back the very parameters it had; those that were given up are not there any more."""
+        ...
+
+
+class Quantizer(Protocol):
+    """Puts low-precision weights into a policy that acts (hook ``register_quantizers``).
+
+    Its options are keyword arguments with defaults. The weight that it puts into a module is a tensor, or a subclass
+    with ``dequantize(dtype)``. With no more than this, evaluation and rollouts take it; see ``CheckpointQuantizer``.
+
+    Attributes:
+        name: as it is registered, and its option of the group ``quantization``.
+    """
+
+    name: str
+
+    def install(
+        self,
+        policy: nn.Module,
+        policy_type: str,
+        *,
+        stored: Mapping[str, Any] | None = None,
+        keep_originals: bool = True,
+    ) -> LowPrecision:
+        """Quantize the chosen modules.
+
+        Args:
+            policy: LeRobot's bare policy.
+            policy_type: of LeRobot.
+            stored: module path -> weight of a checkpoint of this quantizer, taken as it is.
+            keep_originals: keep the replaced Parameters, so that they can be put back.
+
+        Raises:
+            ValueError: a policy that can't be quantized, or stored weights that are not those of the chosen modules.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FormatWords:
+    """A number format in words, for the pages of ``lerobot quantize`` (``quantization.format`` of its record).
+
+    Attributes:
+        name: what a policy is said to be in, as in "int8".
+        title: what modules are said to be in where there is a line: the name, and what shares a scale.
+        sentence: the same within a sentence about weights.
+        glossary: terms and what they mean.
+    """
+
+    name: str
+    title: str
+    sentence: str
+    glossary: Mapping[str, str]
+
+
+class StoredWeight(Protocol):
+    """One quantized weight as a file has it, which ``Quantizer.install`` takes."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What the file holds, by what its names add to the module's path; ``.weight`` is one of them."""
+        ...
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """``[N, K]``: the weight that it stands for."""
+        ...
+
+    def sqnr_db(self, weight: Tensor) -> float:
+        """Its signal-to-quantization-noise ratio against the weight that it was made from."""
+        ...
+
+
+class WeightLayout(Protocol):
+    """How the quantized weights of one model lie in its file."""
+
+    def to_json(self) -> dict[str, Any]:
+        """``quantization_config`` of the folder's ``config.json``."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Figures of the format for the record of ``lerobot quantize``, such as the size of a block."""
+        ...
+
+    def specs(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        """What ``StoredWeight.tensors`` has of a weight of this shape."""
+        ...
+
+    def quantize(self, weight: Tensor) -> StoredWeight:
+        """
+        Raises:
+            ValueError: values that can't be quantized.
+        """
+        ...
+
+
+class QuantizedModel(Protocol):
+    """A model folder of a quantizer, open for reading; ``embodix.checkpoints.quantized_weights`` has a base class.
+
+    Attributes:
+        dropped: name -> specification of the tensors that the file leaves out because nothing reads them.
+    """
+
+    dropped: Mapping[str, TensorSpec]
+
+    @property
+    def summary(self) -> str:
+        """What it holds, as in "21 weights in int8"."""
+        ...
+
+    def stored(self) -> Mapping[str, StoredWeight]:
+        """Every quantized weight by module path."""
+        ...
+
+    def state(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the policy by name, one in memory at a time; quantized ones dequantized to ``dtype``."""
+        ...
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+@runtime_checkable
+class CheckpointQuantizer(Quantizer, Protocol):
+    """A quantizer with a file format: ``lerobot quantize`` writes it behind its accuracy gate, every verb loads it.
+
+    Attributes:
+        words: its format in words.
+    """
+
+    words: FormatWords
+
+    def choose(self, policy: nn.Module, policy_type: str) -> list[ModuleChoice]:
+        """Every linear layer and embedding, with what ``install`` does with it (``quantization.selection``)."""
+        ...
+
+    def layout(self, converted: Sequence[str], skipped: Sequence[str]) -> WeightLayout:
+        """The layout of a model whose modules at these paths are quantized, and at those are not."""
+        ...
+
+    def recognises(self, folder: Path) -> bool:
+        """Whether a model folder, or a place that is none, holds weights of this quantizer; whatever its options."""
+        ...
+
+    def open(self, folder: Path) -> QuantizedModel:
+        """Such a folder.
+
+        Raises:
+            ValueError: a damaged folder; names the tensor.
+        """
+        ...
+
+    def recipe_numbers(self, description: Mapping[str, Any]) -> RecipeNumbers:
+        """What the gate's formulas need of an installation, from its ``describe``."""
+        ...
+
+
+@runtime_checkable
+class ComparesFormats(Protocol):
+    """A quantizer that shows other formats beside its own on the page of the gate."""
+
+    def compare_formats(self, weights: Mapping[str, Tensor], layers: Mapping[str, LayerTensors]) -> dict[str, Any]:
+        """``gate.formats`` of the record: ``rows`` (one a ``format``), ``columns`` (their ``key`` in a row, ``title``,
+        ``small`` print, ``is_share``) and a ``sentence``.
+
+        Args:
+            weights: module path -> unquantized weight.
+            layers: what the unquantized policy computed.
+        """
+        ...
+
+
+@runtime_checkable
+class ExportsLanguageModel(Protocol):
+    """A quantizer that writes the language model alone, as transformers loads it."""
+
+    def export_language_model(
+        self, policy: nn.Module, policy_type: str, source: Path, folder: Path, dtype: torch.dtype | None
+    ) -> dict[str, Any]:
+        """Export it from the quantized model at ``source`` into ``folder``; returns what the record says of it.
+
+        Args:
+            policy: its skeleton, for the config.
+            dtype: of what is not quantized; None for the format's own choice.
+        """
+        ...
+
+
+class TrainingPrecision(Protocol):
+    """Computes the matrix products of training in low precision (hook ``register_precisions``)."""
+
+    @staticmethod
+    def needs() -> str | None:
+        """What it can't be installed without and this installation lacks, or None."""
+        ...
+
+    @staticmethod
+    def probe(device: torch.device) -> str | None:
+        """Why it can't run in units of the device, so that it is emulated, or None."""
+        ...
+
+    def install(
+        self, policy: nn.Module, policy_type: str, device: torch.device, *, gemm_table: Path | None = None
+    ) -> PrecisionInstallation:
+        """Compute the policy's chosen layers in low precision.
+
+        Args:
+            gemm_table: what ``PrecisionInstallation.gemm_table`` saved before a run was resumed, to decide by unless
+                the options name another.
+        """
+        ...
+
+
+class PrecisionInstallation(LowPrecision, Protocol):
+    """A training precision in place on a policy."""
+
+    @property
+    def gemm_table(self) -> GemmTimings | None:
+        """The timings that decided which products run in low precision; None where nothing was timed."""
+        ...
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """The policy's own layers for the time being."""
+        ...
+
+
+class GemmTimings(Protocol):
+    """Timings of matrix products that a resumed run decides by again."""
+
+    def save(self, path: Path) -> None:
+        """Write them."""
         ...
 
 

@@ -35,11 +35,5 @@ def register_precisions() -> list[Registration]:
 
 
 @hookimpl
-def register_host_patches() -> list[Registration]:
-    target = "embodix_fp8.patches.lerobot_quantized_checkpoint:PATCH"
-    return [Registration("lerobot_quantized_checkpoint", target, "upstream loads a checkpoint in FP8")]
-
-
-@hookimpl
 def register_config_packages() -> list[Registration]:
     return [Registration("fp8", "embodix_fp8.hydra_conf:__name__", "formats of weights and precisions of training")]

@@ -18,10 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from embodix.checkpoints.quantized_weights import WEIGHT
+
 FLOAT8 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = (128, 128)
 ACTIVATION_BLOCK = (1, 128)
+SCALE = ".weight_scale_inv"  # what the name of the scales adds to the module's path
 # Below it a scale would lose digits: blocks that small are scaled as if their largest magnitude were 448 times this.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 NUM_WEIGHTS_AT_A_TIME = 2**24  # so that a vocabulary takes no multiple of its memory
@@ -63,6 +66,23 @@ class ScaledWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """``[N, K]``: the product with the scales in float32, then rounded to ``dtype``."""
         return dequantize_blocks(self.values, self.scale_inv, self.block, dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As the file holds them, by what their names add to the module's path."""
+        return {WEIGHT: self.values, SCALE: self.scale_inv}
+
+    def sqnr_db(self, weight_NK: Tensor) -> float:
+        """``accuracy.sqnr_db`` against the unquantized weight, summed over some rows at a time."""
+        num_rows = rows_at_a_time(weight_NK, self.block)
+        signal = noise = 0.0
+        for first in range(0, weight_NK.shape[0], num_rows):
+            values_NK, first_block = self.values[first : first + num_rows], first // self.block[0]
+            scale_RC = self.scale_inv[first_block : first_block + num_rows // self.block[0]]
+            rows_NK = weight_NK[first : first + num_rows].double()
+            got_NK = dequantize_blocks(values_NK, scale_RC, self.block, torch.float32).double()
+            signal += float(rows_NK.square().sum())
+            noise += float((rows_NK - got_NK).square().sum())
+        return 10 * math.log10(signal / noise) if noise > 0 else math.inf
 
 
 def quantize_blocks(weight_NK: Tensor, block: tuple[int, int] = BLOCK) -> ScaledWeight:

@@ -4,14 +4,12 @@
 The layout is that of transformers' fine-grained FP8 (transformers/integrations/finegrained_fp8.py: ``FP8Linear``) and
 of vLLM's block mode (vllm/model_executor/layers/quantization/fp8.py): ``X.weight`` in float8_e4m3fn ``[N, K]``,
 ``X.weight_scale_inv`` in float32 ``[ceil(N / 128), ceil(K / 128)]`` (the multiplier, despite its name), and
-``quantization_config`` in ``config.json``. LeRobot's own reader of ``config.json`` refuses that key, so that plain
-LeRobot stops instead of taking the FP8 values for weights.
+``quantization_config`` in ``config.json``.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,29 +17,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from embodix_fp8.blocks import BLOCK, FLOAT8, ScaledWeight, scale_shape
-from embodix_fp8.tensor_file import (
-    DTYPE_NAMES,
-    DTYPES,
-    INDEX_FILE,
-    WEIGHTS_FILE,
-    Digests,
-    FileFormatError,
-    TensorFiles,
-    TensorSpec,
-    read_header,
-)
+from embodix.checkpoints.quantized_weights import WEIGHT, QuantizedWeights
+from embodix.checkpoints.tensor_file import DTYPE_NAMES, WEIGHTS_FILE, FileFormatError, TensorSpec, read_header
+from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY, quantization_config
+from embodix_fp8.blocks import BLOCK, FLOAT8, SCALE, ScaledWeight, quantize_blocks, scale_shape
 
-CONFIG_FILE = "config.json"
-CONFIG_KEY = "quantization_config"
-DROPPED_KEY = "embodix_dropped"  # of the file's metadata: the tensors that were left out
-WEIGHT, SCALE = ".weight", ".weight_scale_inv"
+METHOD = "fp8"
 NAN_CODE = 0x7F  # e4m3fn has two codes for NaN, this one with either sign, and none for infinity
 
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """``quantization_config`` of a folder.
+    """``quantization_config`` of a folder, and what it means for a file.
 
     Attributes:
         block: rows and columns that share a scale.
@@ -54,7 +41,7 @@ class BlockConfig:
     def to_json(self) -> dict[str, Any]:
         """As transformers and vLLM read it."""
         return {
-            "quant_method": "fp8",
+            "quant_method": METHOD,
             "activation_scheme": "dynamic",
             "weight_block_size": list(self.block),
             "modules_to_not_convert": list(self.modules_to_not_convert),
@@ -68,7 +55,7 @@ class BlockConfig:
         """
         method, scheme = _field(fields, "quant_method", place), _field(fields, "activation_scheme", place)
         block = _field(fields, "weight_block_size", place)
-        if method != "fp8" or scheme != "dynamic":
+        if method != METHOD or scheme != "dynamic":
             raise FileFormatError(
                 f"{place} must say quant_method fp8 and activation_scheme dynamic; got {method!r} and {scheme!r}."
             )
@@ -76,13 +63,22 @@ class BlockConfig:
             raise FileFormatError(f"{place} must give weight_block_size as two whole numbers; got {block!r}.")
         return cls((block[0], block[1]), tuple(fields.get("modules_to_not_convert") or ()))
 
+    def describe(self) -> dict[str, Any]:
+        """For the record of ``lerobot quantize``."""
+        return {"block": list(self.block)}
+
+    def specs(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        """Values and scales of a weight."""
+        scales = TensorSpec(torch.float32, scale_shape(shape, self.block))
+        return {WEIGHT: TensorSpec(FLOAT8, shape), SCALE: scales}
+
+    def quantize(self, weight: Tensor) -> ScaledWeight:
+        """``quantize_blocks``."""
+        return quantize_blocks(weight, self.block)
+
     def leaves_out(self, module: str) -> bool:
         """Whether the module's name begins or ends with one of those in high precision, as transformers matches."""
         return any(module.startswith(name) or module.endswith(name) for name in self.modules_to_not_convert)
-
-    def leaves_out_any(self, modules: Iterable[str]) -> bool:
-        """``leaves_out`` of at least one."""
-        return any(map(self.leaves_out, modules))
 
 
 def _field(fields: Any, name: str, place: str) -> Any:
@@ -91,159 +87,101 @@ def _field(fields: Any, name: str, place: str) -> Any:
     return fields[name]
 
 
+def modules_left_out(skipped: Iterable[str], converted: Collection[str]) -> tuple[str, ...]:
+    """The shortest beginnings of module paths that name every skipped module and no converted one.
+
+    Raises:
+        ValueError: a skipped module whose name can't be told from a converted one's.
+    """
+    beginnings: dict[str, None] = {}
+    for path in skipped:
+        parts = path.split(".")
+        candidates = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+        free = (
+            name
+            for name in candidates
+            if not any(map(BlockConfig(modules_to_not_convert=(name,)).leaves_out, converted))
+        )
+        beginning = next(free, None)
+        if beginning is None:
+            raise ValueError(f"Module {path} is to stay as it is, but its name is the beginning of a converted one's.")
+        beginnings[beginning] = None
+    return tuple(beginnings)
+
+
 def is_quantized(folder: Path) -> bool:
     """Whether a model folder holds block-scaled FP8 weights: its config says so, or its file has their scales."""
-    config, weights = folder / CONFIG_FILE, folder / WEIGHTS_FILE
-    if config.is_file() and CONFIG_KEY in json.loads(config.read_text()):
+    fields, weights = quantization_config(folder), folder / WEIGHTS_FILE
+    if isinstance(fields, Mapping) and fields.get("quant_method") == METHOD:
         return True
     return weights.is_file() and any(name.endswith(SCALE) for name in read_header(weights).specs)
 
 
-class QuantizedWeights:
-    """The weights of a quantized model folder; a context manager.
-
-    What can be told from config and header is checked at once; values are checked when they are read.
-
-    Args:
-        folder: with ``config.json`` and ``model.safetensors``, or the files of an index.
-
-    Attributes:
-        config: of the folder.
-        modules: path -> specification of the FP8 values of every quantized module.
-        dropped: name -> specification of the tensors that were left out because nothing reads them.
+class BlockScaledWeights(QuantizedWeights[BlockConfig, ScaledWeight]):
+    """The weights of a model folder in block-scaled FP8.
 
     Raises:
-        FileFormatError: a damaged file, FP8 values without scales or the reverse, wrong dtypes or shapes, or a config
-            that the tensors contradict; the message names the tensor.
+        FileFormatError: as ``QuantizedWeights``; also FP8 values without scales or the reverse, and wrong dtypes or
+            shapes.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files = TensorFiles(folder)
-        self.config = _read_config(folder, self._files.metadata)
-        self.modules = _quantized_modules(folder, self._files.specs)
-        self.dropped = _dropped(folder, self._files.metadata)
-        for module, spec in self.modules.items():
-            self._require_fitting(module, spec)
-        self._digests = Digests.read(folder) if not (folder / INDEX_FILE).is_file() else None
-        if self._digests is not None:
-            self._digests.require_header(folder / WEIGHTS_FILE, read_header(folder / WEIGHTS_FILE))
+    def parse_layout(self, fields: Any, place: str) -> BlockConfig:
+        return BlockConfig.from_json(fields, place)
 
-    def stored(self) -> dict[str, ScaledWeight]:
-        """Every quantized weight by module path, as the file has it.
+    @property
+    def summary(self) -> str:
+        rows, columns = self.layout.block
+        return f"{len(self.modules)} weights in FP8 (e4m3, one scale for {rows} x {columns})"
 
-        Raises:
-            FileFormatError: values or scales that changed since they were written, or that are not finite.
-        """
-        return {module: self.scaled_weight(module) for module in self.modules}
-
-    def scaled_weight(self, module: str) -> ScaledWeight:
-        """One quantized weight; raises as ``stored``."""
-        values, scale_inv = self._tensor(module + WEIGHT), self._tensor(module + SCALE)
+    def stored_weight(self, module: str) -> ScaledWeight:
+        values, scale_inv = self.tensor(module + WEIGHT), self.tensor(module + SCALE)
         if bool(((values.view(torch.uint8) & NAN_CODE) == NAN_CODE).any()):
             raise FileFormatError(f"Tensor {module}{WEIGHT} of {self.folder} holds values that are not finite.")
         if not bool((torch.isfinite(scale_inv) & (scale_inv >= 0)).all()):
             raise FileFormatError(
                 f"Tensor {module}{SCALE} of {self.folder} holds scales that are negative or not finite."
             )
-        return ScaledWeight(values, scale_inv, self.config.block)
+        return ScaledWeight(values, scale_inv, self.layout.block)
 
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Every tensor of the file by name."""
-        return self._files.specs
+    def quantized_modules(self) -> dict[str, TensorSpec]:
+        values = {name: spec for name, spec in self.specs.items() if spec.dtype == FLOAT8}
+        misnamed = [name for name in values if not name.endswith(WEIGHT)]
+        if misnamed:
+            raise FileFormatError(
+                f"Tensor {misnamed[0]} of {self.folder} is in FP8; only names that end in {WEIGHT} may be."
+            )
+        modules = dict(sorted({name.removesuffix(WEIGHT): spec for name, spec in values.items()}.items()))
+        self._require_values(modules)
+        for module, spec in modules.items():
+            self._require_fitting(module, spec)
+        return modules
 
-    def state(self, dtype: torch.dtype, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[tuple[str, Tensor]]:
-        """Every wanted tensor of the model by name, in alphabetical order, one in memory at a time.
-
-        Quantized weights are in ``dtype``, others as the file has them, dropped ones zeros that take no memory.
-        """
-        stored = set(self._files.specs) - {module + SCALE for module in self.modules}
-        for name in filter(wanted, sorted(stored | set(self.dropped))):
-            module = name.removesuffix(WEIGHT)
-            if name in self.dropped:
-                spec = self.dropped[name]
-                yield name, torch.zeros((), dtype=spec.dtype).expand(spec.shape)
-            elif module in self.modules and name.endswith(WEIGHT):
-                yield name, self.scaled_weight(module).dequantize(dtype)
-            else:
-                yield name, self._tensor(name)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.__exit__()
-
-    def _tensor(self, name: str) -> Tensor:
-        tensor = self._files.tensor(name)
-        if self._digests is not None:
-            self._digests.require_tensor(self.folder / WEIGHTS_FILE, name, tensor)
-        return tensor
+    def _require_values(self, modules: Collection[str]) -> None:
+        """Every scale needs the values that it scales."""
+        for name in self.specs:
+            if name.endswith(SCALE) and name.removesuffix(SCALE) not in modules:
+                weight = self.specs.get(name.removesuffix(SCALE) + WEIGHT)
+                found = "is missing" if weight is None else f"is {DTYPE_NAMES[weight.dtype]}"
+                raise FileFormatError(
+                    f"Tensor {name} of {self.folder} scales FP8 values, but {name.removesuffix(SCALE)}{WEIGHT} {found}."
+                )
+        if not modules:
+            raise FileFormatError(f"{self.folder / CONFIG_FILE} has a {CONFIG_KEY}, but no tensor is in FP8.")
 
     def _require_fitting(self, module: str, spec: TensorSpec) -> None:
-        scale = self._files.specs.get(module + SCALE)
+        scale = self.specs.get(module + SCALE)
         if scale is None:
             raise FileFormatError(f"Tensor {module}{WEIGHT} of {self.folder} is in FP8 and has no {module}{SCALE}.")
         if len(spec.shape) != 2:
             raise FileFormatError(f"Tensor {module}{WEIGHT} of {self.folder} must be a matrix; got {spec.shape}.")
-        wanted = TensorSpec(torch.float32, scale_shape(spec.shape, self.config.block))
+        wanted = self.layout.specs(spec.shape)[SCALE]
         if scale != wanted:
             raise FileFormatError(
                 f"Tensor {module}{SCALE} of {self.folder} must be F32 {wanted.shape} for a weight of {spec.shape} in "
-                f"blocks of {self.config.block}; got {DTYPE_NAMES[scale.dtype]} {scale.shape}."
+                f"blocks of {self.layout.block}; got {DTYPE_NAMES[scale.dtype]} {scale.shape}."
             )
-        if self.config.leaves_out(module):
+        if self.layout.leaves_out(module):
             raise FileFormatError(
                 f"{self.folder / CONFIG_FILE} says that {module} is not quantized (modules_to_not_convert), but tensor "
                 f"{module}{WEIGHT} is in FP8."
             )
-
-
-def _read_config(folder: Path, metadata: Mapping[str, str]) -> BlockConfig:
-    path = folder / CONFIG_FILE
-    fields = json.loads(path.read_text()).get(CONFIG_KEY) if path.is_file() else None
-    if fields is None:
-        raise FileFormatError(f"{folder} has tensors in FP8, but {CONFIG_FILE} has no {CONFIG_KEY}.")
-    config = BlockConfig.from_json(fields, f"{CONFIG_KEY} of {path}")
-    recorded = metadata.get(CONFIG_KEY)
-    if recorded is not None and recorded != metadata_text(config.to_json()):
-        raise FileFormatError(f"{CONFIG_KEY} of {path} is not what the weights were written with: {recorded}.")
-    return config
-
-
-def _quantized_modules(folder: Path, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Module path -> specification of its FP8 values."""
-    values = {name: spec for name, spec in specs.items() if spec.dtype == FLOAT8}
-    misnamed = [name for name in values if not name.endswith(WEIGHT)]
-    if misnamed:
-        raise FileFormatError(f"Tensor {misnamed[0]} of {folder} is in FP8; only names that end in {WEIGHT} may be.")
-    modules = {name.removesuffix(WEIGHT): spec for name, spec in values.items()}
-    for name in specs:
-        if name.endswith(SCALE) and name.removesuffix(SCALE) not in modules:
-            weight = specs.get(name.removesuffix(SCALE) + WEIGHT)
-            found = "is missing" if weight is None else f"is {DTYPE_NAMES[weight.dtype]}"
-            raise FileFormatError(
-                f"Tensor {name} of {folder} scales FP8 values, but {name.removesuffix(SCALE)}{WEIGHT} {found}."
-            )
-    if not modules:
-        raise FileFormatError(f"{folder / CONFIG_FILE} has a {CONFIG_KEY}, but no tensor is in FP8.")
-    return dict(sorted(modules.items()))
-
-
-def _dropped(folder: Path, metadata: Mapping[str, str]) -> dict[str, TensorSpec]:
-    try:
-        fields = json.loads(metadata.get(DROPPED_KEY, "{}"))
-        return {name: TensorSpec(DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in fields.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(f"{DROPPED_KEY} in the header of {folder / WEIGHTS_FILE} is damaged: {error}.") from error
-
-
-def dropped_text(dropped: Mapping[str, TensorSpec]) -> str:
-    """``DROPPED_KEY`` of a file's metadata."""
-    return metadata_text({name: [DTYPE_NAMES[spec.dtype], list(spec.shape)] for name, spec in dropped.items()})
-
-
-def metadata_text(value: Any) -> str:
-    """A value as the header's metadata holds it."""
-    return json.dumps(value, sort_keys=True)

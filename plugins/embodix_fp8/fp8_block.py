@@ -11,15 +11,22 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from embodix.contracts import FormatWords
+from embodix.quantization.gate_rules import RecipeNumbers
 from embodix.quantization.selection import ModuleChoice, choose_modules
 from embodix_fp8.block_weight import BlockScaledWeight, require_compute_dtype
 from embodix_fp8.blocks import BLOCK, ScaledWeight, quantize_blocks
-from embodix_fp8.kernel_choice import AT_LOAD, choose_kernel, require_options
+from embodix_fp8.file_format import BlockConfig, BlockScaledWeights, is_quantized, modules_left_out
+from embodix_fp8.format_words import FORMAT
+from embodix_fp8.kernels import AT_LOAD, KERNELS, choose_kernel, require_options
+from embodix_fp8.language_model_export import export_language_model
+from embodix_fp8.side_by_side import formats_of_layers
 
 LOOK_UP = "dequantize_rows"  # how an embedding is read
 PRICE = (
@@ -27,6 +34,7 @@ PRICE = (
     "(half of bfloat16's) and more time than unquantized ones. kernel=dequantize_at_load has the time and the memory "
     "of unquantized weights; strict=true stops here instead."
 )
+MANTISSA_BITS = 3  # of e4m3
 _announced: set[str] = set()
 
 
@@ -51,7 +59,7 @@ class ConvertedModule:
     num_bytes: tuple[int, int]
 
 
-class QuantizationInstallation:
+class Fp8Weights:
     """Quantized weights in place in one policy."""
 
     def __init__(
@@ -95,7 +103,7 @@ class Fp8BlockQuantizer:
     Args:
         activations: ``auto`` multiplies in FP8 where tensor cores do, else in high precision; ``high`` rounds only the
             weights; ``fp8`` rounds activations everywhere, in groups of 128 channels.
-        kernel: ``auto``, or one of ``embodix_fp8.kernel_choice.KernelName``.
+        kernel: ``auto``, or one of ``embodix_fp8.kernels.KernelName``.
         embeddings: the language model's token embedding too.
         unused_heads: the language model's head too, which nothing reads.
         strict: a fallback is an error.
@@ -104,7 +112,9 @@ class Fp8BlockQuantizer:
         ValueError: an option that does not exist, or two that exclude each other.
     """
 
-    name = "fp8_block"
+    name, words = "fp8_block", FormatWords(**FORMAT)
+    recognises, open = staticmethod(is_quantized), staticmethod(BlockScaledWeights)
+    compare_formats = staticmethod(formats_of_layers)
 
     def __init__(
         self,
@@ -132,7 +142,7 @@ class Fp8BlockQuantizer:
         *,
         stored: Mapping[str, ScaledWeight] | None = None,
         keep_originals: bool = True,
-    ) -> QuantizationInstallation:
+    ) -> Fp8Weights:
         """Quantize the chosen modules, one after the other.
 
         Args:
@@ -145,7 +155,7 @@ class Fp8BlockQuantizer:
             ValueError: another policy, one in float16 or quantized already, weights that are not finite, stored weights
                 that are not those of the chosen modules, a kernel that can't run here, or a fallback under ``strict``.
         """
-        choices = choose_modules(policy, policy_type, embeddings=self.embeddings, unused_heads=self.unused_heads)
+        choices = self.choose(policy, policy_type)
         chosen = [choice for choice in choices if choice.convert]
         _require_quantizable(policy, chosen)
         if stored is not None:
@@ -160,7 +170,30 @@ class Fp8BlockQuantizer:
         except BaseException:
             _restore(converted)
             raise
-        return QuantizationInstallation(self.options, converted, [c for c in choices if not c.convert])
+        return Fp8Weights(self.options, converted, [c for c in choices if not c.convert])
+
+    def choose(self, policy: nn.Module, policy_type: str) -> list[ModuleChoice]:
+        """Every linear layer and embedding, with what is done with it."""
+        return choose_modules(policy, policy_type, embeddings=self.embeddings, unused_heads=self.unused_heads)
+
+    def layout(self, converted: Sequence[str], skipped: Sequence[str]) -> BlockConfig:
+        """What the files of a model say, with the modules that they leave in high precision."""
+        return BlockConfig(modules_to_not_convert=modules_left_out(skipped, converted))
+
+    def recipe_numbers(self, description: Mapping[str, Any]) -> RecipeNumbers:
+        """Weights in e4m3, and what else is rounded to it: activations by some kernels, token embeddings."""
+        converted = description["converted"]
+        kernels = {module["kernel"] for module in converted} & set(KERNELS)
+        activations = any(KERNELS[name].fp8_activations for name in kernels)
+        embeddings = any(module["path"].endswith("embed_tokens") for module in converted)
+        return RecipeNumbers(MANTISSA_BITS, num_operands=1 + activations + embeddings)
+
+    def export_language_model(
+        self, policy: nn.Module, policy_type: str, source: Path, folder: Path, dtype: torch.dtype | None
+    ) -> dict[str, Any]:
+        """The language model alone, as transformers and vLLM load a fine-grained FP8 checkpoint."""
+        with BlockScaledWeights(source) as weights:
+            return export_language_model(policy, policy_type, weights, folder, dtype).to_json()
 
     def _kernels(self, policy: nn.Module, chosen: Sequence[ModuleChoice]) -> list[tuple[str, str | None]]:
         """Name of the kernel of every chosen module, and why it is a fallback."""

@@ -2,7 +2,7 @@
 """The language model of a quantized policy alone, as transformers and vLLM load a fine-grained FP8 checkpoint.
 
 Linear layers in FP8 with 128 x 128 blocks, everything else in one floating-point type; names, ``config.json`` and
-``quantization_config`` are those of ``GemmaForCausalLM`` (π0.5) or ``Qwen3ForCausalLM`` (GR00T-N1.5). Sources:
+``quantization_config`` are those of the class of transformers that the policy's record names. Sources:
 transformers/integrations/finegrained_fp8.py and vllm/model_executor/layers/quantization/fp8.py.
 """
 
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embodix.checkpoints.quantized_weights import WEIGHT
+from embodix.checkpoints.tensor_file import WEIGHTS_FILE, TensorFileWriter, TensorSpec
 from embodix.contracts import LanguageModel
 from embodix.policies.support import require_offered
-from embodix_fp8.blocks import FLOAT8
-from embodix_fp8.file_format import SCALE, WEIGHT, BlockConfig, QuantizedWeights
-from embodix_fp8.tensor_file import WEIGHTS_FILE, TensorFileWriter, TensorSpec
+from embodix_fp8.blocks import FLOAT8, SCALE
+from embodix_fp8.file_format import BlockConfig, BlockScaledWeights
 
 EMBEDDING = "embed_tokens"
 
@@ -44,9 +45,18 @@ class ExportedLanguageModel:
     ragged: list[str]
     dtype: torch.dtype
 
+    def to_json(self) -> dict[str, Any]:
+        """For the record of ``lerobot quantize``."""
+        return {
+            "architecture": self.architecture,
+            "num_quantized": self.num_quantized,
+            "in_high_precision": self.ragged,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
 
 def export_language_model(
-    policy: nn.Module, policy_type: str, weights: QuantizedWeights, folder: Path, dtype: torch.dtype | None = None
+    policy: nn.Module, policy_type: str, weights: BlockScaledWeights, folder: Path, dtype: torch.dtype | None = None
 ) -> ExportedLanguageModel:
     """Write the language model of a quantized policy into a folder.
 
@@ -64,12 +74,12 @@ def export_language_model(
     """
     source = _language_model(policy_type)
     exported = {module: spec for module, spec in weights.modules.items() if module.startswith(f"{source.path}.layers.")}
-    ragged = [module for module, spec in exported.items() if not _whole_blocks(spec.shape, weights.config.block)]
+    ragged = [module for module, spec in exported.items() if not _whole_blocks(spec.shape, weights.layout.block)]
     if len(ragged) == len(exported):
         shapes = sorted({exported[module].shape for module in ragged})
         raise ValueError(
             "export_language_model writes what transformers loads, and its fine-grained FP8 takes weights of whole "
-            f"blocks of {weights.config.block} only (Fp8Dequantize); this policy has none: {shapes}. Leave it out."
+            f"blocks of {weights.layout.block} only (Fp8Dequantize); this policy has none: {shapes}. Leave it out."
         )
     if dtype is None:
         embedding = weights.specs[f"{source.path}.{EMBEDDING}{WEIGHT}"].dtype
@@ -77,7 +87,7 @@ def export_language_model(
     left_out = [_exported_name(module, source) for module in ragged]
     folder.mkdir(parents=True, exist_ok=True)
     _config(
-        policy.get_submodule(source.path), source, BlockConfig(weights.config.block, ("lm_head", *left_out)), dtype
+        policy.get_submodule(source.path), source, BlockConfig(weights.layout.block, ("lm_head", *left_out)), dtype
     ).save_pretrained(folder)
     quantized = set(exported) - set(ragged)
     specs = dict(_specs(weights, source, quantized, dtype))
@@ -101,7 +111,7 @@ def _config(decoder: Any, source: LanguageModel, quantization: BlockConfig, dtyp
 
 
 def _specs(
-    weights: QuantizedWeights, source: LanguageModel, quantized: set[str], dtype: torch.dtype
+    weights: BlockScaledWeights, source: LanguageModel, quantized: set[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, TensorSpec]]:
     for name, spec in weights.specs.items():
         if not name.startswith(source.path + "."):
@@ -114,11 +124,11 @@ def _specs(
 
 
 def _tensors(
-    weights: QuantizedWeights, source: LanguageModel, quantized: set[str], dtype: torch.dtype
+    weights: BlockScaledWeights, source: LanguageModel, quantized: set[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """One in memory at a time."""
     for module in sorted(quantized):
-        scaled = weights.scaled_weight(module)
+        scaled = weights.stored_weight(module)
         yield _exported_name(module + WEIGHT, source), scaled.values
         yield _exported_name(module + SCALE, source), scaled.scale_inv
     others = {module + WEIGHT for module in quantized}

@@ -10,15 +10,17 @@ Shape suffixes: M rows of activations, N outputs, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from embodix.quantization.accuracy import relative_error, sqnr_db
+from embodix.quantization.accuracy_probe import LayerTensors
 from embodix_fp8.blocks import BLOCK, ScaledWeight, quantize_blocks
+from embodix_fp8.format_words import side_by_side_words
 from embodix_fp8.kernels import quantize_rows
 
 FormatName = Literal["per-tensor", "per-row", "128x128"]
@@ -27,6 +29,7 @@ OutlierPattern = Literal["none", "one weight", "one column"]
 
 # Blocks matter where one scale a tensor makes the error of the other weights this many times that of blocks.
 MATTERS_FROM = 1.2
+MAX_ROWS = 64  # of activations, a layer
 
 
 @dataclass(frozen=True)
@@ -111,3 +114,56 @@ def blocks_matter(errors: Sequence[FormatError]) -> bool:
     """Whether one scale a tensor loses what blocks keep."""
     by_format = {error.format: error.weight_error for error in errors}
     return by_format["per-tensor"] > MATTERS_FROM * by_format["128x128"]
+
+
+def formats_of_layers(weights: Mapping[str, Tensor], layers: Mapping[str, LayerTensors]) -> dict[str, Any]:
+    """Each format over all layers that are multiplied, as plain containers.
+
+    Args:
+        weights: module path -> unquantized weight.
+        layers: what the unquantized policy computed.
+
+    Returns:
+        ``rows``, one a format with means over the layers and the worst layer; ``widest_range``, the largest magnitude
+        over the root mean square of a weight; ``blocks_matter``, whether one scale a tensor is noticeably worse than
+        blocks in some layer; with the words of ``side_by_side_words``.
+    """
+    multiplied = [path for path in weights if path in layers and layers[path].inputs]
+    errors = {path: _errors(weights[path], layers[path]) for path in multiplied}
+    formats = zip(*errors.values(), strict=True)
+    ratios = [of_layer[0].weight_error / of_layer[-1].weight_error for of_layer in errors.values()]
+    found = {
+        "rows": [_row(list(of_format), multiplied) for of_format in formats],
+        "num_layers": len(multiplied),
+        "widest_range": max((_range(weights[path]) for path in multiplied), default=0.0),
+        "blocks_matter": max(ratios, default=0.0) > MATTERS_FROM,
+    }
+    return {**found, **side_by_side_words(found)}
+
+
+def _errors(weight: Tensor, layer: LayerTensors) -> list[FormatError]:
+    rows = torch.cat(layer.inputs)
+    kept = rows[torch.linspace(0, len(rows) - 1, min(MAX_ROWS, len(rows))).long()]
+    return compare_formats(weight.detach().float().cpu(), kept)
+
+
+def _row(errors: list[FormatError], paths: list[str]) -> dict[str, Any]:
+    def mean(name: str) -> float:
+        return float(sum(getattr(error, name) for error in errors) / len(errors))
+
+    worst = max(range(len(errors)), key=lambda index: errors[index].weight_error)
+    return {
+        "format": errors[0].format,
+        "weight_error": mean("weight_error"),
+        "worst_weight_error": errors[worst].weight_error,
+        "worst_path": paths[worst],
+        "product_error": mean("product_error"),
+        "product_error_fp8": mean("product_error_fp8"),
+        "zeroed": max(error.zeroed for error in errors),
+        "bytes_a_weight": mean("bytes_a_weight"),
+    }
+
+
+def _range(weight: Tensor) -> float:
+    wide = weight.detach().float()
+    return float(wide.abs().max() / wide.square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny))

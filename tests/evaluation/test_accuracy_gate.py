@@ -6,18 +6,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from embodix import plugins
 from embodix.policies.settings import FastPathSettings
-from embodix.quantization.accuracy_gate import GateResult, recipe_numbers, run_gate, run_low_precision_gate
+from embodix.quantization.accuracy_gate import GateResult, run_gate, run_low_precision_gate
+from embodix.quantization.gate_rules import RecipeNumbers
 from embodix.quantization.held_out import HeldOutBatches
 from embodix.quantization.selection import choose_modules
-from embodix.quantization.thresholds import RecipeNumbers
-from embodix.schema.gate import GateSettings
+from embodix.schema.gate import AccuracyGateSettings
 from embodix_fp8.block_weight import BlockScaledWeight
 from embodix_fp8.blocks import ScaledWeight, quantize_blocks
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
@@ -27,7 +27,7 @@ from embodix_groot.wrapper import GrootN15Wrapper
 from embodix_pi05 import testing as pi05
 from embodix_pi05.wrapper import Pi05Wrapper
 
-SETTINGS = GateSettings(num_samples=6, batch_size=3)
+SETTINGS = AccuracyGateSettings(num_samples=6, batch_size=3)
 EPISODES = [0, 0, 1, 1, 2, 2]
 UNITS = torch.tensor([0.1, 0.2, 0.3, 1.0])
 WRAPPERS = {"pi05": Pi05Wrapper, "groot": GrootN15Wrapper}
@@ -64,6 +64,7 @@ class Tampered:
 
     tamper: Callable[[Any], Callable[[], None]]
     says: dict[str, Any] | None = None
+    recipe_numbers: ClassVar = Fp8BlockQuantizer().recipe_numbers
 
     def install(self, policy: Any, policy_type: str) -> Any:
         installation = Fp8BlockQuantizer(activations="high").install(policy, policy_type)
@@ -166,7 +167,7 @@ def test_one_observation_or_one_episode_is_refused(policy):
     with pytest.raises(ValueError, match=r"Got 1 of 1"):
         gate(policy, Fp8BlockQuantizer(), replace(samples, episodes=[4]))
     with pytest.raises(ValueError, match=r"num_samples must be at least 2"):
-        GateSettings(num_samples=1)
+        AccuracyGateSettings(num_samples=1)
 
 
 def test_a_threshold_can_be_replaced_and_fails_by_name(policy):
@@ -237,6 +238,8 @@ def test_float16_is_refused(policy):
 
 def test_a_quantizer_that_converts_nothing_is_refused(policy):
     class Nothing:
+        recipe_numbers = Fp8BlockQuantizer().recipe_numbers
+
         def install(self, policy, policy_type):
             return self
 
@@ -316,6 +319,7 @@ def test_a_training_precision_is_judged_by_its_gradients(policy):
 
 
 def test_what_is_rounded_counts():
+    recipe_numbers = Fp8BlockQuantizer().recipe_numbers
     linear = {"path": "layers.0.q_proj", "kernel": "dequantize"}
     embedding = {"path": "language_model.embed_tokens", "kernel": "dequantize_rows"}
     assert recipe_numbers({"converted": [linear]}).num_operands == 1

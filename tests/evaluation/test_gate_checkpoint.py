@@ -15,9 +15,9 @@ from torch.utils.data import default_collate
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import prepared_host
 from embodix.config.compose import compose
-from embodix.quantization.gate_checkpoint import gate_checkpoint, gated_checkpoint
+from embodix.quantization.accuracy_gate import gate_checkpoint, gated_checkpoint
 from embodix.quantization.held_out import held_out_batches
-from embodix.schema.gate import GateSettings
+from embodix.schema.gate import AccuracyGateSettings
 from embodix.testing.host_runs import train_here
 from embodix.training.host_config import decode_host_config
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
@@ -25,7 +25,7 @@ from embodix_groot.testing import small_groot_run
 from embodix_pi05.testing import small_run
 
 pytestmark = pytest.mark.slow
-SETTINGS = GateSettings(num_samples=6, batch_size=4)
+SETTINGS = AccuracyGateSettings(num_samples=6, batch_size=4)
 MAKERS = {"pi05": small_run, "groot": small_groot_run}
 
 
@@ -75,13 +75,13 @@ def test_samples_are_left_out_episodes_as_training_preprocesses_them(run, source
 
 
 def test_a_checkpoint_passes_and_another_recording_stands_in(run, source, cfg, tmp_path):
-    settings = GateSettings(num_samples=6, batch_size=4, thresholds={"loss_change": 0.5})
+    settings = AccuracyGateSettings(num_samples=6, batch_size=4, thresholds={"loss_change": 0.5})
     result = gate_checkpoint(source, cfg, Fp8BlockQuantizer(activations="high"), settings)
     assert result.passed, result.failures
     assert result.num_episodes == 2
     units = [dimension.unit for dimension in result.comparison.chunk.dimensions]
     assert all(0 < unit <= 1.01 for unit in units)  # MetaWorld's actions are in [-1, 1]
-    missing = GateSettings(dataset_root=str(tmp_path / "nowhere"))
+    missing = AccuracyGateSettings(dataset_root=str(tmp_path / "nowhere"))
     with (
         pytest.raises(ValueError, match=r"there is none at .*nowhere\. Give its folder: gate\.dataset_root"),
         gated_checkpoint(source, cfg, missing),

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import save_file
 
 from embodix.cli.main import dispatch
-from embodix_fp8.file_format import QuantizedWeights
+from embodix_fp8.file_format import BlockScaledWeights
 from embodix_pi05.testing import SMALL_ARCHITECTURE, small_pi05
 
 FAILING = Path(__file__).with_name("failing_quantize.py")
@@ -54,7 +54,7 @@ def _quantize(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *ove
 
 
 def _require_readable(folder: Path) -> None:
-    with QuantizedWeights(folder) as weights:
+    with BlockScaledWeights(folder) as weights:
         assert len(weights.stored()) == 21
 
 

@@ -14,7 +14,7 @@ from lerobot.policies.groot.groot_n1 import GR00TN15
 from lerobot.policies.groot.modeling_groot import GrootPolicy
 from safetensors.torch import load_file, save_file
 
-from embodix.checkpoints.weight_loading import WeightLoadError
+from embodix.checkpoints.skeleton import WeightLoadError
 from embodix.patching import patched
 from embodix_groot.assets import BASE_MODEL
 from embodix_groot.patches import lerobot_groot_runs

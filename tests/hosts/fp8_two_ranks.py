@@ -15,10 +15,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
-from embodix_fp8.precision.block_rounding import BlockRoundedLinear
-from embodix_fp8.precision.block_scaling import EmulatedBlocks
+from embodix_fp8.precision.block_scaling import BlockRoundedLinear, EmulatedBlocks
 from embodix_fp8.precision.gemm_gate import GemmGate
-from embodix_fp8.precision.installation import install_kernel
+from embodix_fp8.precision.linear_layers import install_kernel
 from embodix_pi05.testing import random_batch, small_pi05
 
 PROMPTS = ((5, 9), (3, 12))  # of each rank: other numbers of rows

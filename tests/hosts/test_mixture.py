@@ -32,9 +32,9 @@ from embodix.packing.layout import PaddingFreePacker
 from embodix.patching import patched
 from embodix.policies.cost import read_dataset_facts
 from embodix.policies.settings import FastPathSettings
-from embodix.quantization.gate_checkpoint import gate_checkpoint
+from embodix.quantization.accuracy_gate import gate_checkpoint
 from embodix.report.steps import read_steps
-from embodix.schema.gate import GateSettings
+from embodix.schema.gate import AccuracyGateSettings
 from embodix.testing.host_runs import train_here
 from embodix.training.session import TrainingSession, current_session
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
@@ -143,7 +143,7 @@ def test_plain_upstream_evaluates_a_member(
 def test_the_accuracy_gate_takes_the_chosen_members_samples(whole_run: Path) -> None:
     source = find_model(whole_run)
     cfg = source.compose_run("pi05", [])
-    settings = GateSettings(num_samples=4, batch_size=2)
+    settings = AccuracyGateSettings(num_samples=4, batch_size=2)
     result = gate_checkpoint(source, cfg, Fp8BlockQuantizer(activations="high"), settings)
     assert result.samples.endswith(
         "arm: the last 2 of the 2 episodes that training saw: of their tasks it left fewer than two out"

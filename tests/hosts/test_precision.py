@@ -20,8 +20,7 @@ from embodix.report.steps import read_steps
 from embodix.testing.host_runs import train_here
 from embodix.training.session import TrainingSession
 from embodix_fp8.precision import block_scaling
-from embodix_fp8.precision.block_rounding import BlockRoundedLinear
-from embodix_fp8.precision.block_scaling import EmulatedBlocks
+from embodix_fp8.precision.block_scaling import BlockRoundedLinear, EmulatedBlocks
 from embodix_fp8.precision.gemm_gate import GemmGate
 from embodix_groot.testing import small_groot_run
 from embodix_pi05.testing import small_run

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import PolicyChoices, loaded_policy
-from embodix.checkpoints.weight_loading import WeightLoadError
+from embodix.checkpoints.skeleton import WeightLoadError
 from embodix.cli.main import dispatch
 from embodix.patching import patched
 from embodix.policies.support import sizes_patch
@@ -203,7 +203,7 @@ def test_training_starts_from_dequantized_weights(
     assert f"Filled with zeros, as nothing reads them and the file left them out: {HEADS[policy_type][0]}" in said
     assert trained.final_loss > 0
     model = find_model(run)
-    assert not model.is_quantized
+    assert model.quantizer() is None
     weights = load_file(Path(model.model) / "model.safetensors")
     converted = json.loads((out / "quantize.json").read_text())["quantization"]["converted"]
     assert {weights[f"{module['path']}.weight"].dtype for module in converted} == {torch.float32}

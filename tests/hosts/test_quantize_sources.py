@@ -20,7 +20,7 @@ from transformers import GemmaForCausalLM
 from embodix.checkpoints.model_folder import ModelFolder
 from embodix.cli.main import dispatch
 from embodix.quantization import quantize_run as quantize_module
-from embodix_fp8.file_format import CONFIG_KEY, QuantizedWeights, is_quantized
+from embodix_fp8.file_format import CONFIG_KEY, BlockScaledWeights, is_quantized
 from embodix_pi05.testing import SMALL_ARCHITECTURE, small_pi05
 
 Quantize = Callable[..., Path]
@@ -124,12 +124,12 @@ def test_every_member_of_a_mixture_is_quantized(quantize: Quantize, model: Model
     member = out / "embodiments" / "arm"
     assert is_quantized(member)
     assert (member / "model.safetensors").resolve() == out / "model.safetensors"
-    with QuantizedWeights(member) as weights:
+    with BlockScaledWeights(member) as weights:
         assert len(weights.stored()) == NUM_CONVERTED
     data = bytearray((out / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (out / "model.safetensors").write_bytes(data)
-    with QuantizedWeights(member) as weights, pytest.raises(ValueError, match="is damaged: its bytes changed"):
+    with BlockScaledWeights(member) as weights, pytest.raises(ValueError, match="is damaged: its bytes changed"):
         weights.stored()
 
 
@@ -183,9 +183,9 @@ def test_the_language_model_is_exported(quantize: Quantize, model: Model, tmp_pa
     }
     loaded, info = GemmaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
-    with QuantizedWeights(out) as weights:
+    with BlockScaledWeights(out) as weights:
         (prefix,) = {name.partition(".layers.")[0] for name in weights.modules}
-        wanted = weights.scaled_weight(f"{prefix}.layers.0.mlp.up_proj").dequantize(torch.float32)
+        wanted = weights.stored_weight(f"{prefix}.layers.0.mlp.up_proj").dequantize(torch.float32)
     assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, wanted)
     config = json.loads((out / "config.json").read_text())
     assert CONFIG_KEY in config

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GemmaForCausalLM, Qwen3ForCausalLM
 
 from embodix.checkpoints.skeleton import policy_skeleton
+from embodix.checkpoints.tensor_file import TensorFiles
 from embodix.policies.support import support_of
-from embodix_fp8.conversion import write_weights
-from embodix_fp8.file_format import CONFIG_KEY, QuantizedWeights
+from embodix.quantization.conversion import plan_conversion, write_weights
+from embodix_fp8.file_format import CONFIG_KEY, BlockScaledWeights
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
 from embodix_fp8.language_model_export import ExportedLanguageModel, export_language_model
-from embodix_fp8.planned_conversion import Recipe, plan_conversion
-from embodix_fp8.tensor_file import TensorFiles
 from embodix_groot.testing import SMALL_ARCHITECTURE as SMALL_GROOT
 from embodix_groot.testing import small_groot
 from embodix_pi05.testing import SMALL_ARCHITECTURE as SMALL_PI05
@@ -70,7 +69,13 @@ def decoder(policy: nn.Module, policy_type: str) -> Any:
 
 
 def _export(
-    policy: Any, policy_type: str, architecture: dict[str, Any], folder: Path, **recipe: Any
+    policy: Any,
+    policy_type: str,
+    architecture: dict[str, Any],
+    folder: Path,
+    *,
+    embeddings: bool = False,
+    **recipe: Any,
 ) -> ExportedLanguageModel:
     """Through the files, as `lerobot quantize` does it."""
     folder.mkdir(exist_ok=True)
@@ -78,11 +83,12 @@ def _export(
     save_file({name: tensor.clone() for name, tensor in policy.state_dict().items()}, folder / "model.safetensors")
     skeleton = policy_skeleton(policy.config, architecture)
     with TensorFiles(folder) as source:
-        planned = plan_conversion(skeleton, policy_type, Recipe(**recipe), source.specs)
+        quantizer = Fp8BlockQuantizer(embeddings=embeddings)
+        planned = plan_conversion(skeleton, policy_type, quantizer, source.specs, **recipe)
         write_weights(source, planned.plan, folder / "quantized")
-    config = {"type": policy_type, CONFIG_KEY: planned.plan.config.to_json()}
+    config = {"type": policy_type, CONFIG_KEY: planned.plan.layout.to_json()}
     (folder / "quantized" / "config.json").write_text(json.dumps(config))
-    with QuantizedWeights(folder / "quantized") as weights:
+    with BlockScaledWeights(folder / "quantized") as weights:
         return export_language_model(skeleton, policy_type, weights, folder / "exported", recipe.get("rest_dtype"))
 
 
@@ -177,7 +183,7 @@ def test_the_layout_is_that_of_fine_grained_fp8(tmp_path: Path) -> None:
     """What vLLM's block mode reads, too: vllm/model_executor/layers/quantization/fp8.py, ``Fp8LinearMethod``."""
     architecture = _architecture("pi05")
     policy = _policy("pi05", architecture, torch.float32)
-    exported = _export(policy, "pi05", architecture, tmp_path, embeddings=True, unused_heads="drop")
+    exported = _export(policy, "pi05", architecture, tmp_path, embeddings=True, drop_unused_heads=True)
     tensors = load_file(exported.folder / "model.safetensors")
     layer = "model.layers.1.mlp.down_proj.weight"
     assert (tensors[layer].dtype, tensors[layer].shape) == (torch.float8_e4m3fn, (128, 256))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodix.quantization.formulas import FUNCTIONS, evaluate
+from embodix.quantization.gate_rules import FUNCTIONS, evaluate
 
 NUMBERS = {"a": 2.0, "b": -0.5, "c": 10.0}
 LEAVES = st.one_of(st.integers(-5, 5).map(str), st.sampled_from(list(NUMBERS)))

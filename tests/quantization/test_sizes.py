@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from embodix.checkpoints.tensor_file import TensorSpec
 from embodix.quantization.selection import choose_modules
-from embodix_fp8.sizes import SizeDefinition, scaled_bytes, size_definitions, size_table
-from embodix_fp8.tensor_file import TensorSpec
+from embodix.quantization.sizes import SizeDefinition, size_definitions, size_table
+from embodix_fp8.file_format import BlockConfig
 from embodix_groot.architecture import PUBLIC_ARCHITECTURE
 from embodix_groot.testing import meta_groot
 from embodix_pi05.testing import meta_pi05
@@ -23,6 +24,11 @@ def _specs(policy: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 def _convertible(policy: nn.Module, policy_type: str) -> list[str]:
     choices = choose_modules(policy, policy_type, embeddings=True, unused_heads=True)
     return [choice.path for choice in choices if choice.convert]
+
+
+def scaled_bytes(shape: tuple[int, ...]) -> int:
+    """Of a weight in block-scaled FP8."""
+    return sum(spec.num_bytes for spec in BlockConfig().specs(shape).values())
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +46,7 @@ def _percentages(definitions: list[SizeDefinition]) -> dict[str, float]:
 
 
 def test_definitions_of_pi05(pi05: nn.Module) -> None:
-    found = size_definitions(_specs(pi05), "pi05", _convertible(pi05, "pi05"))
+    found = size_definitions(_specs(pi05), "pi05", _convertible(pi05, "pi05"), scaled_bytes)
     assert _percentages(found) == {
         "decoder's linear layers, of all tensors": 23.9,
         "decoder's linear layers, of what is read: unused heads not counted": 29.5,
@@ -55,12 +61,12 @@ def test_definitions_of_pi05(pi05: nn.Module) -> None:
 
 
 def test_definitions_of_pi05_in_float32(pi05: nn.Module) -> None:
-    found = size_definitions(_specs(pi05), "pi05", _convertible(pi05, "pi05"), torch.float32)
+    found = size_definitions(_specs(pi05), "pi05", _convertible(pi05, "pi05"), scaled_bytes, torch.float32)
     assert round(100 * found[0].reduction, 1) == 35.9
 
 
 def test_definitions_of_groot(groot: nn.Module) -> None:
-    found = _percentages(size_definitions(_specs(groot), "groot", _convertible(groot, "groot")))
+    found = _percentages(size_definitions(_specs(groot), "groot", _convertible(groot, "groot"), scaled_bytes))
     assert found == {
         "decoder's linear layers, of all tensors": 11.1,
         "decoder's linear layers, of what is read: unused heads not counted": 12.5,
@@ -89,7 +95,10 @@ def test_parts_add_up(request: pytest.FixtureRequest, policy_name: str, policy_t
     assert [part.part for part in changed] == ["language model: decoder's linear layers"]
     assert changed[0].bytes_after == sum(scaled_bytes(before[f"{path}.weight"].shape) for path in converted)
     assert changed[0].bytes_after / changed[0].num_parameters == pytest.approx(1 + 4 / 128**2)
-    assert table.reduction == size_definitions(before, policy_type, _convertible(policy, policy_type))[0].reduction
+    assert (
+        table.reduction
+        == size_definitions(before, policy_type, _convertible(policy, policy_type), scaled_bytes)[0].reduction
+    )
 
 
 def test_scales_of_incomplete_blocks_count_in_full() -> None:

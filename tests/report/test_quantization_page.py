@@ -11,7 +11,7 @@ import pytest
 
 from embodix.quantization.accuracy import ChunkAccuracy, Comparison, DimensionError, LayerAccuracy, LossAccuracy
 from embodix.quantization.accuracy_gate import GateResult
-from embodix.quantization.thresholds import RecipeNumbers, judge, named_numbers
+from embodix.quantization.gate_rules import RecipeNumbers, judge, named_numbers
 from embodix.report.quantization_page import cosine, decibels, number, render_quantization
 from embodix_fp8.format_words import FORMAT, formats_sentence, side_by_side_words
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,13 @@ from lerobot.utils.constants import CHECKPOINTS_DIR, LAST_CHECKPOINT_LINK, PRETR
 from omegaconf import DictConfig
 
 from embodix.config.compose import compose_train, merge_overrides
+from embodix.contracts import CheckpointQuantizer, StoredWeight
 from embodix.data.embodiments import EMBODIMENTS_DIR, embodiment_folder
 from embodix.data.mixture_spec import decode_mixture, is_mixture
+from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY, quantizer_of
 from embodix.policies.support import support_of
 from embodix.training.checkpoint import ARCHITECTURE_FILE, OVERRIDES_FILE
-from embodix_fp8.blocks import ScaledWeight
-from embodix_fp8.file_format import CONFIG_KEY, QuantizedWeights, is_quantized
 
-CONFIG_NAME = "config.json"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -57,20 +57,32 @@ class ModelFolder:
         architecture: dict[str, Any] | None = self._json(ARCHITECTURE_FILE)
         return architecture
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether its weights are in FP8, as ``lerobot quantize`` writes them."""
-        return is_quantized(Path(self.model))
-
-    def stored_weights(self) -> dict[str, ScaledWeight] | None:
-        """Module path -> weight of a quantized model, as its file has it; None for any other.
+    def quantizer(self) -> CheckpointQuantizer | None:
+        """What quantized its weights, as ``lerobot quantize`` writes them; None for a model that is not quantized.
 
         Raises:
-            embodix_fp8.tensor_file.FileFormatError: a damaged file; names the tensor.
+            ValueError: it says that it is, and no registered quantizer knows it.
         """
-        if not self.is_quantized:
+        return quantizer_of(Path(self.model))
+
+    def stored_weights(self, chosen: str) -> Mapping[str, StoredWeight] | None:
+        """Module path -> weight of a quantized model, as its file has it; None for any other.
+
+        Args:
+            chosen: name of the quantizer that is to take them.
+
+        Raises:
+            ValueError: a damaged file (names the tensor), or one of another quantizer.
+        """
+        quantizer = self.quantizer()
+        if quantizer is None:
             return None
-        with QuantizedWeights(Path(self.model)) as weights:
+        if quantizer.name != chosen:
+            raise ValueError(
+                f"{self.model} is quantized by {quantizer.name}; quantization={chosen} can't take its weights. Leave "
+                "quantization out, or evaluate it dequantized: quantization=none."
+            )
+        with quantizer.open(Path(self.model)) as weights:
             return weights.stored()
 
     def policy_type(self) -> str:
@@ -79,7 +91,7 @@ class ModelFolder:
         Raises:
             ValueError: neither a folder nor a model on the hub that can be reached.
         """
-        config = Path(self.model) / CONFIG_NAME
+        config = Path(self.model) / CONFIG_FILE
         if config.is_file():
             return str(json.loads(config.read_text())["type"])
         try:
@@ -162,7 +174,7 @@ def find_model(path: Path | str) -> ModelFolder:
     if HUB_NAME.fullmatch(str(path)) and not given.parent.exists():  # else a misspelt folder
         return ModelFolder(str(path), given)
     raise ValueError(
-        f"checkpoint={path} holds no model ({CONFIG_NAME} with the policy's type). Give a run folder, a checkpoint "
+        f"checkpoint={path} holds no model ({CONFIG_FILE} with the policy's type). Give a run folder, a checkpoint "
         f"(checkpoints/000100, checkpoints/last), its {PRETRAINED_MODEL_DIR}, or a model on the hub as owner/name. "
         f"Looked in: {', '.join(map(str, tried))}."
     )
@@ -174,7 +186,7 @@ def is_dataset(root: str) -> bool:
 
 
 def _is_model(folder: Path) -> bool:
-    config = folder / CONFIG_NAME
+    config = folder / CONFIG_FILE
     return config.is_file() and "type" in json.loads(config.read_text())
 
 

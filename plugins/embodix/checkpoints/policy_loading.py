@@ -104,7 +104,7 @@ def prepared_host(source: ModelFolder, cfg: DictConfig, tokenizer: str | None = 
     """
     policy_type = source.policy_type()
     patches = policy_patches(cfg)
-    if source.is_quantized:
+    if source.quantizer() is not None:
         patches[QUANTIZED_PATCH] = {"policy_type": policy_type}
     with ExitStack() as stack:
         stack.enter_context(patched(patches))
@@ -153,7 +153,8 @@ def _features(policy: PreTrainedPolicy, cfg: DictConfig, source: ModelFolder) ->
     """
     accelerator = Accelerator(cpu=torch.device(str(policy.config.device)).type == "cpu")
     selection = replace(select_features(cfg), precision=NamedChoice(UNCHANGED))
-    stored = source.stored_weights() if selection.quantization.name != "none" else None
+    chosen = selection.quantization.name
+    stored = None if chosen == UNCHANGED else source.stored_weights(chosen)
     installed = install_features(policy, selection, accelerator, stored_weights=stored, keep_originals=False)
     try:
         yield {"attention": installed.attention_backend, **installed.describe()}

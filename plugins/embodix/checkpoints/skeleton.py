@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,14 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
 from torch import nn
 
-from embodix.checkpoints.weight_loading import WeightLoadError, listed
 from embodix.patching import patched
 from embodix.policies.support import sizes_patch, support_of
+
+MAX_NAMES = 12
+
+
+class WeightLoadError(ValueError):
+    """A checkpoint did not give every tensor of the policy its value."""
 
 
 def policy_skeleton(config: PreTrainedConfig, architecture: Mapping[str, Any] | None = None) -> nn.Module:
@@ -96,3 +101,15 @@ class _FileName:
 
     def clone(self) -> _FileName:
         return self
+
+
+def listed(parts: Mapping[str, Sequence[str]]) -> str:
+    """A paragraph for each title with its tensors, the first ``MAX_NAMES`` by name."""
+    return "\n".join(_paragraph(title, names) for title, names in parts.items())
+
+
+def _paragraph(title: str, names: Sequence[str]) -> str:
+    shown = [f"    {name}" for name in names[:MAX_NAMES]]
+    if len(names) > MAX_NAMES:
+        shown.append(f"    ... and {len(names) - MAX_NAMES} more")
+    return "\n".join([f"  {title} ({len(names)}):", *shown])

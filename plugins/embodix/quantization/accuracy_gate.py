@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The accuracy gate: a policy against its low-precision self on held-out samples, judged by the rules of
-``embodix.quantization.gate_rules``."""
+``embodix.quantization.gate_rules``.
+
+``run_gate`` judges a policy, ``gated_checkpoint`` what a run has left: its policy and samples of its data set.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +14,37 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from embodix import plugins
-from embodix.contracts import ModuleKind
+from embodix.checkpoints.model_folder import ModelFolder
+from embodix.checkpoints.policy_loading import policy_config, prepared_host
+from embodix.contracts import ComparesFormats, LowPrecision, ModuleKind, Quantizer
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
 from embodix.quantization.accuracy import Comparison, LayerAccuracy, relative_error, sqnr_db, worst_row_sqnr_db
-from embodix.quantization.accuracy_probe import AccuracyProbe, Recording
-from embodix.quantization.gate_rules import DEFINITIONS
-from embodix.quantization.held_out import HeldOutBatches
+from embodix.quantization.accuracy_probe import (
+    WORDS,
+    AccuracyProbe,
+    LayerTensors,
+    Recording,
+    compute_dtype,
+    other_precision,
+)
+from embodix.quantization.gate_rules import DEFINITIONS, RecipeNumbers, RuleResult, judge, named_numbers, rules_to_json
+from embodix.quantization.held_out import HeldOutBatches, held_out_batches
 from embodix.quantization.selection import module_kind
-from embodix.quantization.thresholds import RecipeNumbers, RuleResult, judge, named_numbers, rules_to_json
-from embodix.quantization.yardstick import WORDS, compute_dtype, other_precision
-from embodix.schema.gate import GateSettings
-from embodix_fp8.block_weight import BlockScaledWeight
-from embodix_fp8.format_table import formats_of_layers
-from embodix_fp8.kernels import KERNELS
-
-__all__ = ["GateResult", "GateSettings", "LowPrecision", "Quantizer", "run_gate", "run_low_precision_gate"]
+from embodix.schema.gate import AccuracyGateSettings
 
 LANGUAGE_MODEL: tuple[ModuleKind, ...] = ("language_linear", "embedding", "unused_head")
 
 
-class LowPrecision(Protocol):
-    """A low precision in place on a policy."""
+class JudgedQuantizer(Quantizer, Protocol):
+    """The part of a ``CheckpointQuantizer`` that the gate needs."""
 
-    def describe(self) -> Mapping[str, Any]:
-        """With ``converted``, a list of modules by ``path``, and the recipe's options."""
-        ...
-
-    def uninstall(self) -> None:
-        """Give the policy back the very parameters it had."""
-        ...
-
-
-class Quantizer(Protocol):
-    """Puts low-precision weights into a policy."""
-
-    def install(self, policy: nn.Module, policy_type: str) -> LowPrecision: ...
+    def recipe_numbers(self, description: Mapping[str, Any]) -> RecipeNumbers: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ class GateResult:
         rules: the verdicts.
         samples: where the samples come from, in words.
         num_episodes: that they are from.
-        formats: FP8 formats side by side on the converted layers, see ``formats_of_layers``.
+        formats: other formats beside it on the converted layers, see ``ComparesFormats``; no ``rows`` for none.
     """
 
     comparison: Comparison
@@ -110,8 +105,8 @@ def run_gate(
     policy_type: str,
     postprocessor: Callable[[Tensor], Tensor],
     samples: HeldOutBatches,
-    quantizer: Quantizer,
-    settings: GateSettings,
+    quantizer: JudgedQuantizer,
+    settings: AccuracyGateSettings,
 ) -> GateResult:
     """Compare a policy with its quantized self; the policy is left as it was, its random stream too.
 
@@ -131,7 +126,11 @@ def run_gate(
     def install() -> LowPrecision:
         return quantizer.install(policy, policy_type)
 
-    return run_low_precision_gate(policy, policy_type, postprocessor, samples, install, recipe_numbers, settings)
+    numbers_of = quantizer.recipe_numbers
+    compare = quantizer.compare_formats if isinstance(quantizer, ComparesFormats) else None
+    return run_low_precision_gate(
+        policy, policy_type, postprocessor, samples, install, numbers_of, settings, compare_formats=compare
+    )
 
 
 def run_low_precision_gate(
@@ -141,12 +140,15 @@ def run_low_precision_gate(
     samples: HeldOutBatches,
     install: Callable[[], LowPrecision],
     numbers_of: Callable[[Mapping[str, Any]], RecipeNumbers],
-    settings: GateSettings,
+    settings: AccuracyGateSettings,
+    *,
+    compare_formats: Callable[[Mapping[str, Tensor], Mapping[str, LayerTensors]], dict[str, Any]] | None = None,
 ) -> GateResult:
     """``run_gate`` for anything that ``install`` puts in place, a training precision too.
 
     Args:
         numbers_of: from the installation's description to what the formulas need.
+        compare_formats: of ``ComparesFormats``.
 
     Raises:
         ValueError: as ``run_gate``.
@@ -165,7 +167,7 @@ def run_low_precision_gate(
         pair = (reference, other_recording) if own is torch.float32 else (other_recording, reference)
         yardstick = probe.compare(*pair, (WORDS[torch.float32], WORDS[torch.bfloat16]), samples.action_names)
         originals = {path: weight for path, weight in _weights(policy) if path in weights}
-        formats = formats_of_layers(originals, reference.layers)
+        formats = {"rows": []} if compare_formats is None else compare_formats(originals, reference.layers)
     assert {own, other} == set(WORDS)
     numbers = numbers_of(recipe)
     return GateResult(
@@ -178,15 +180,6 @@ def run_low_precision_gate(
         num_episodes=len(set(samples.episodes)),
         formats=formats,
     )
-
-
-def recipe_numbers(description: Mapping[str, Any]) -> RecipeNumbers:
-    """Of a quantizer's description: e4m3 weights, and what else it rounds."""
-    converted = description["converted"]
-    kernels = {module["kernel"] for module in converted}
-    activations = any(KERNELS[name].fp8_activations for name in kernels & set(KERNELS))
-    embeddings = any(module["path"].endswith("embed_tokens") for module in converted)
-    return RecipeNumbers(num_operands=1 + activations + embeddings)
 
 
 def _record_low_precision(
@@ -234,7 +227,9 @@ def _weight_accuracy(path: str, original: Tensor, module: Any) -> LayerAccuracy:
 
 def dequantized(weight: Any) -> Tensor:
     """The values that a weight stands for, in float32."""
-    return weight.dequantize(torch.float32) if isinstance(weight, BlockScaledWeight) else weight.detach().float()
+    is_plain = type(weight) in (Tensor, nn.Parameter)
+    values: Tensor = weight.detach().float() if is_plain else weight.dequantize(torch.float32)
+    return values
 
 
 def _with_weights(comparison: Comparison, weights: Mapping[str, LayerAccuracy]) -> Comparison:
@@ -287,3 +282,67 @@ def _packed(policy: nn.Module, policy_type: str) -> Iterator[None]:
         yield
     finally:
         installation.uninstall()
+
+
+@dataclass(frozen=True)
+class GatedCheckpoint:
+    """What the gate measures: a policy, its postprocessor and samples.
+
+    Any number of quantizers can be judged, one after the other.
+    """
+
+    policy: Any
+    postprocessor: Any
+    samples: HeldOutBatches
+    settings: AccuracyGateSettings
+
+    def judge(self, quantizer: JudgedQuantizer) -> GateResult:
+        """``run_gate`` with this quantizer."""
+        policy = self.policy
+        return run_gate(policy, policy.config.type, self.postprocessor, self.samples, quantizer, self.settings)
+
+
+@contextmanager
+def gated_checkpoint(
+    source: ModelFolder,
+    cfg: DictConfig,
+    settings: AccuracyGateSettings,
+    policy: Mapping[str, Any] | None = None,
+    tokenizer: str | None = None,
+) -> Iterator[GatedCheckpoint]:
+    """Load a checkpoint and its samples; its patches and its tokenizer are in force inside the block.
+
+    Args:
+        source: not quantized: the gate compares with the weights that it was trained to.
+        cfg: the train config of its run, as ``source.compose_run`` gives it.
+        policy: fields of the policy's config that are changed, for example ``device``.
+        tokenizer: folder of an offline tokenizer; None for the run's.
+
+    Raises:
+        ValueError: a quantized checkpoint, no data set on this machine, or fewer than two episodes.
+    """
+    source = source.member(cfg)
+    if source.quantizer() is not None:
+        raise ValueError(
+            f"The accuracy gate compares a checkpoint with its quantized self, and {source.model} is quantized "
+            "already. Give the one that it was made from."
+        )
+    with prepared_host(source, cfg, tokenizer):
+        config = policy_config(source, policy or {})
+        samples = held_out_batches(source, cfg, settings, str(config.device))
+        _, postprocessor = make_pre_post_processors(config, source.model)
+        loaded = get_policy_class(config.type).from_pretrained(source.model, config=config)
+        yield GatedCheckpoint(loaded.to(config.device).eval(), postprocessor, samples, settings)
+
+
+def gate_checkpoint(
+    source: ModelFolder,
+    cfg: DictConfig,
+    quantizer: JudgedQuantizer,
+    settings: AccuracyGateSettings,
+    policy: Mapping[str, Any] | None = None,
+    tokenizer: str | None = None,
+) -> GateResult:
+    """``gated_checkpoint`` for one quantizer."""
+    with gated_checkpoint(source, cfg, settings, policy, tokenizer) as gated:
+        return gated.judge(quantizer)

@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from embodix.checkpoints.model_folder import ModelFolder, is_dataset
 from embodix.data.column_reads import read_columns
 from embodix.data.mixture_spec import decode_mixture, is_mixture
-from embodix.schema.gate import GateSettings
+from embodix.schema.gate import AccuracyGateSettings
 
 Batch = dict[str, Any]
 LAST_SHARE = 10  # one in so many episodes, the last ones, where training left none out
@@ -69,7 +69,7 @@ class TrainedOn:
 
 
 def held_out_batches(
-    source: ModelFolder, cfg: DictConfig, settings: GateSettings, device: str | None = None
+    source: ModelFolder, cfg: DictConfig, settings: AccuracyGateSettings, device: str | None = None
 ) -> HeldOutBatches:
     """Samples of the run's own data set; of a mixture, of the member that it is evaluated as.
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,16 @@ from omegaconf import DictConfig, OmegaConf
 from embodix import plugins
 from embodix.checkpoints.model_folder import ModelFolder, find_model
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
+from embodix.checkpoints.quantized_weights import WEIGHT
 from embodix.checkpoints.skeleton import policy_skeleton, unfed_config
+from embodix.checkpoints.tensor_file import TensorFiles
 from embodix.config.compose import merge_overrides
-from embodix.policies.support import require_offered
-from embodix.quantization.gate_checkpoint import gate_checkpoint
-from embodix.quantization.quantization_record import add_sqnr, quantization_record
+from embodix.contracts import CheckpointQuantizer, ExportsLanguageModel, StoredWeight
+from embodix.policies.quantizers import checkpoint_quantizers
+from embodix.policies.support import require_offered, support_of, types_offering
+from embodix.quantization.accuracy import EXACT
+from embodix.quantization.accuracy_gate import gate_checkpoint
+from embodix.quantization.conversion import PlannedConversion, plan_conversion, write_weights
 from embodix.quantization.quantized_folder import (
     RECORD_FILE,
     copy_model_files,
@@ -29,22 +36,18 @@ from embodix.quantization.quantized_folder import (
     require_place,
     require_whole_model,
 )
-from embodix.report.manifest import write_text_atomically
+from embodix.quantization.selection import ModuleChoice
+from embodix.report.manifest import collect_provenance, write_text_atomically
 from embodix.report.quantization_page import render_quantization
 from embodix.report.words import memory
-from embodix.schema.gate import GateSettings
-from embodix_fp8.blocks import ScaledWeight
-from embodix_fp8.conversion import sqnr_of_weight_db, write_weights
-from embodix_fp8.file_format import QuantizedWeights
-from embodix_fp8.language_model_export import export_language_model
-from embodix_fp8.planned_conversion import PlannedConversion, Recipe, UnusedHeads, plan_conversion
-from embodix_fp8.tensor_file import TensorFiles
+from embodix.schema.gate import AccuracyGateSettings
+from embodix.training.features import UNCHANGED
 
-QUANTIZER = "fp8_block"
 REST_DTYPES = {"keep": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 LANGUAGE_MODEL_FOLDER = "language_model"
 PAGE_FILE = "quantize.html"
-UNUSED_HEADS: tuple[UnusedHeads, ...] = ("keep", "quantize", "drop")
+HEADS_OPTION = "unused_heads"  # of a quantizer that can convert the vocabulary heads that nothing reads
+UNUSED_HEADS = ("keep", "quantize", "drop")
 
 
 class GateFailedError(ValueError):
@@ -56,45 +59,83 @@ class QuantizeChoices:
     """What a command asks for, checked.
 
     Attributes:
-        recipe: what is converted.
-        options: of the quantizer.
+        name: of the quantizer.
+        quantizer: with ``options``.
+        options: as in the config; ``unused_heads`` among them follows the command's.
+        unused_heads: vocabulary heads that nothing reads: kept in high precision, quantized, or left out.
+        rest_dtype: of the other weights; None keeps the file's.
         overrides: of the command.
     """
 
-    recipe: Recipe
+    name: str
+    quantizer: CheckpointQuantizer
     options: dict[str, Any]
+    unused_heads: str
+    rest_dtype: torch.dtype | None
     overrides: list[str]
 
     @classmethod
     def of(cls, cfg: DictConfig, overrides: Sequence[str]) -> QuantizeChoices:
         """
         Raises:
-            ValueError: another format than block-scaled FP8, or a choice that does not exist; fp16 is none.
+            ValueError: a quantizer without a file format, or a choice that does not exist; fp16 is none.
         """
-        if cfg.quantization.name != QUANTIZER:
-            raise ValueError(f"lerobot quantize writes quantization={QUANTIZER}; got {cfg.quantization.name}.")
         _require_one_of("rest_dtype", cfg.rest_dtype, REST_DTYPES)
         _require_one_of("unused_heads", cfg.unused_heads, UNUSED_HEADS)
         _require_one_of("sizes", cfg.sizes, ("also", "only"))
+        name = cfg.quantization.name
         options: Any = OmegaConf.to_container(cfg.quantization.options, resolve=True)
-        if options["unused_heads"] and cfg.unused_heads == "drop":
-            raise ValueError("unused_heads=drop and quantization.options.unused_heads=true contradict each other.")
-        heads: UnusedHeads = "quantize" if options["unused_heads"] else cfg.unused_heads
-        options["unused_heads"] = heads == "quantize"
-        recipe = Recipe(bool(options["embeddings"]), heads, REST_DTYPES[cfg.rest_dtype])
-        return cls(recipe, options, list(overrides))
+        heads = _unused_heads(name, options, cfg.unused_heads)
+        if HEADS_OPTION in options:
+            options[HEADS_OPTION] = heads == "quantize"
+        quantizer = _quantizer(name, options)
+        if cfg.export_language_model and not isinstance(quantizer, ExportsLanguageModel):
+            raise ValueError(
+                f"quantization={name} does not export the language model alone. Leave export_language_model out."
+            )
+        return cls(name, quantizer, options, heads, REST_DTYPES[cfg.rest_dtype], list(overrides))
+
+    def plan(self, policy: Any, policy_type: str, tensors: TensorFiles | None = None) -> PlannedConversion:
+        """The conversion of a policy's skeleton; without ``tensors``, of a policy that has no file."""
+        return plan_conversion(
+            policy,
+            policy_type,
+            self.quantizer,
+            None if tensors is None else tensors.specs,
+            drop_unused_heads=self.unused_heads == "drop",
+            rest_dtype=self.rest_dtype,
+        )
 
     def evaluated_with(self, planned: PlannedConversion) -> list[str]:
-        """Hydra overrides that choose the modules that the file has in FP8."""
-        has_head = any(choice.kind == "unused_head" for choice in planned.converted)
-        heads = f"quantization.options.unused_heads={str(has_head).lower()}"
+        """Hydra overrides that choose the modules that the file has quantized."""
         named = [override for override in self.overrides if override.startswith("quantization.options.")]
-        return [f"quantization={QUANTIZER}", *merge_overrides(named, [heads])]
+        if HEADS_OPTION in self.options:
+            has_head = any(choice.kind == "unused_head" for choice in planned.converted)
+            named = merge_overrides(named, [f"quantization.options.{HEADS_OPTION}={str(has_head).lower()}"])
+        return [f"quantization={self.name}", *named]
 
-    def to_json(self) -> dict[str, Any]:
-        """The choices for the file, for the record."""
-        dtype = str(self.recipe.rest_dtype).removeprefix("torch.") if self.recipe.rest_dtype else "keep"
-        return {"unused_heads": self.recipe.unused_heads, "rest_dtype": dtype}
+
+def _quantizer(name: str, options: Mapping[str, Any]) -> CheckpointQuantizer:
+    refusal = f"lerobot quantize writes quantization={' or '.join(checkpoint_quantizers())}; got {name}"
+    if name == UNCHANGED:
+        raise ValueError(f"{refusal}.")
+    quantizer = plugins.build("quantizers", name, options)
+    if not isinstance(quantizer, CheckpointQuantizer):
+        raise ValueError(
+            f"{refusal}, which has no files (embodix.contracts.CheckpointQuantizer): lerobot eval and rollouts take it."
+        )
+    return quantizer
+
+
+def _unused_heads(name: str, options: Mapping[str, Any], chosen: str) -> str:
+    """What becomes of them: the quantizer's own option also asks for their quantization."""
+    if options.get(HEADS_OPTION):
+        if chosen == "drop":
+            raise ValueError("unused_heads=drop and quantization.options.unused_heads=true contradict each other.")
+        return "quantize"
+    if chosen == "quantize" and HEADS_OPTION not in options:
+        raise ValueError(f"quantization={name} has no option {HEADS_OPTION}: set unused_heads=keep or drop.")
+    return chosen
 
 
 def run_quantization(cfg: DictConfig, overrides: Sequence[str], output_dir: Path) -> dict[str, Any]:
@@ -121,20 +162,17 @@ def _count_policy(cfg: DictConfig, choices: QuantizeChoices) -> dict[str, Any]:
     """Sizes of a policy that a group describes, without weights."""
     fields: Any = OmegaConf.to_container(cfg.policy, resolve=True)
     if cfg.sizes != "only" or "type" not in fields:
+        groups = [support_of(policy_type).config_group for policy_type in reversed(types_offering("module_kinds"))]
+        policies = " or ".join(f"policy={group} sizes=only" for group in groups)
         raise ValueError(
             "lerobot quantize needs a checkpoint and a folder to write: lerobot quantize outputs/train/.../run OUT. "
-            "For sizes alone, name a policy: policy=pi05 sizes=only."
+            f"For sizes alone, name a policy: {policies}."
         )
     architecture: Any = OmegaConf.to_container(cfg.architecture) if cfg.architecture is not None else None
     policy = policy_skeleton(unfed_config(fields), architecture)
-    planned = plan_conversion(policy, fields["type"], choices.recipe)
+    planned = choices.plan(policy, fields["type"])
     source = "the policy as it is built" + ("" if architecture is not None else ", at its real size")
-    return _record(planned, source, choices)
-
-
-def _record(planned: PlannedConversion, source: str, choices: QuantizeChoices) -> dict[str, Any]:
-    record = quantization_record(planned, source, choices.to_json(), choices.options)
-    return {**record, "overrides": choices.overrides}
+    return quantization_record(planned, source, choices)
 
 
 class _Quantization:
@@ -144,13 +182,11 @@ class _Quantization:
         self._cfg, self._choices, self._output_dir = cfg, choices, output_dir
         self._source = _local(find_model(cfg.checkpoint))
         self._folder, self._output = Path(self._source.model), Path(cfg.output)
-        if self._source.is_quantized:
+        if self._source.quantizer() is not None:
             raise ValueError(f"checkpoint={cfg.checkpoint} is quantized already; give the one that it was made from.")
         require_whole_model(self._folder)
-        known, remedy = (
-            "lerobot quantize knows the language models of",
-            f"checkpoint={cfg.checkpoint} can't be quantized.",
-        )
+        known = "lerobot quantize knows the language models of"
+        remedy = f"checkpoint={cfg.checkpoint} can't be quantized."
         require_offered(self._source.policy_type(), "module_kinds", known, remedy)
         if cfg.sizes == "also":
             require_place(self._folder, self._output, overwrite=cfg.overwrite)
@@ -164,8 +200,8 @@ class _Quantization:
         with TensorFiles(self._folder) as tensors:
             with prepared_host(self._source, run_cfg, self._cfg.tokenizer.directory):
                 policy = policy_skeleton(policy_config(self._source, {}), self._source.architecture)
-            planned = plan_conversion(policy, policy_type, self._choices.recipe, tensors.specs)
-            record = _record(planned, str(self._folder), self._choices)
+            planned = self._choices.plan(policy, policy_type, tensors)
+            record = quantization_record(planned, str(self._folder), self._choices)
             if self._cfg.gate.enabled:
                 self._pass_gate(run_cfg, record)
             if self._cfg.sizes == "also":
@@ -186,10 +222,10 @@ class _Quantization:
         """
         settings: Any = OmegaConf.to_container(self._cfg.gate, resolve=True)
         del settings["enabled"]
-        quantizer = plugins.build("quantizers", QUANTIZER, self._choices.options)
         device: Any = {"device": self._cfg.policy.device}
         tokenizer = self._cfg.tokenizer.directory
-        result = gate_checkpoint(self._source, run_cfg, quantizer, GateSettings(**settings), device, tokenizer)
+        quantizer, gate = self._choices.quantizer, AccuracyGateSettings(**settings)
+        result = gate_checkpoint(self._source, run_cfg, quantizer, gate, device, tokenizer)
         record["gate"] = result.to_json()
         if not result.passed:
             _write_results(record, self._output_dir)
@@ -204,13 +240,13 @@ class _Quantization:
         overrides = merge_overrides(recorded, self._choices.evaluated_with(planned))
         noise: dict[str, float] = {}
 
-        def measure(path: str, weight: torch.Tensor, scaled: ScaledWeight) -> None:
-            noise[path] = sqnr_of_weight_db(weight, scaled)
+        def measure(path: str, weight: torch.Tensor, stored: StoredWeight) -> None:
+            noise[path] = stored.sqnr_db(weight)
 
         with finished_folder(self._output) as folder:
-            copy_model_files(self._folder, folder, planned.plan.config.to_json(), overrides)
+            copy_model_files(self._folder, folder, planned.plan.layout.to_json(), overrides)
             write_weights(tensors, planned.plan, folder, measure)
-            add_sqnr(record, noise)
+            _add_sqnr(record, noise)
             record["output"] = str(self._output)
             if self._cfg.export_language_model:
                 record["language_model"] = self._export(planned, folder)
@@ -218,20 +254,72 @@ class _Quantization:
 
     def _export(self, planned: PlannedConversion, folder: Path) -> dict[str, Any]:
         """The language model alone, in a folder of its own."""
-        chosen, dtype = self._cfg.export_language_model, self._choices.recipe.rest_dtype
+        chosen, quantizer = self._cfg.export_language_model, self._choices.quantizer
+        assert isinstance(quantizer, ExportsLanguageModel)
         with ExitStack() as stack:
-            weights = stack.enter_context(QuantizedWeights(folder))
             place = folder / LANGUAGE_MODEL_FOLDER
             if chosen is not True:
                 place = stack.enter_context(finished_folder(Path(chosen)))
-            exported = export_language_model(planned.policy, planned.policy_type, weights, place, dtype)
-        return {
-            "folder": str(self._output / LANGUAGE_MODEL_FOLDER if chosen is True else chosen),
-            "architecture": exported.architecture,
-            "num_quantized": exported.num_quantized,
-            "in_high_precision": exported.ragged,
-            "dtype": str(exported.dtype).removeprefix("torch."),
-        }
+            exported = quantizer.export_language_model(
+                planned.policy, planned.policy_type, folder, place, self._choices.rest_dtype
+            )
+        return {"folder": str(self._output / LANGUAGE_MODEL_FOLDER if chosen is True else chosen), **exported}
+
+
+def quantization_record(planned: PlannedConversion, source: str, choices: QuantizeChoices) -> dict[str, Any]:
+    """``quantize.json`` before the conversion is carried out: what is converted and what it saves.
+
+    Args:
+        planned: what becomes of every tensor.
+        source: the checkpoint, or the policy whose sizes were counted.
+        choices: of the command.
+    """
+    converted = planned.converted
+    dropped = {name.removesuffix(WEIGHT) for name in planned.plan.drop}
+    skipped = [choice for choice in planned.choices if choice not in converted and choice.path not in dropped]
+    rest_dtype = str(choices.rest_dtype).removeprefix("torch.") if choices.rest_dtype else "keep"
+    return {
+        "title": f"{planned.policy_type}: {source}",
+        "source": source,
+        "policy_type": planned.policy_type,
+        "policy_name": support_of(planned.policy_type).display_name,
+        "quantization": {
+            "name": choices.name,
+            "format": dataclasses.asdict(choices.quantizer.words),
+            **planned.plan.layout.describe(),
+            "options": dict(choices.options),
+            "unused_heads": choices.unused_heads,
+            "rest_dtype": rest_dtype,
+            "converted": [
+                {
+                    **_module(choice),
+                    "bytes_before": planned.before[choice.path + WEIGHT].num_bytes,
+                    "bytes_after": planned.quantized_bytes(choice.shape),
+                }
+                for choice in converted
+            ],
+            "skipped": [_module(choice) for choice in skipped],
+            "dropped": [{"name": name, "shape": list(planned.before[name].shape)} for name in planned.plan.drop],
+        },
+        "sizes": {
+            **planned.sizes.to_json(),
+            "definitions": [definition.to_json() for definition in planned.size_definitions],
+        },
+        "gate": None,
+        "provenance": dataclasses.asdict(collect_provenance()),
+        "overrides": choices.overrides,
+    }
+
+
+def _module(choice: ModuleChoice) -> dict[str, Any]:
+    return {"path": choice.path, "kind": choice.kind, "shape": list(choice.shape), "reason": choice.reason}
+
+
+def _add_sqnr(record: dict[str, Any], sqnr_db: Mapping[str, float]) -> None:
+    """The signal-to-quantization-noise ratio of each converted module's weight, once it was written."""
+    for module in record["quantization"]["converted"]:
+        ratio = sqnr_db[module["path"]]
+        module["sqnr_db"] = EXACT if math.isinf(ratio) else round(ratio, 2)
 
 
 def _local(source: ModelFolder) -> ModelFolder:

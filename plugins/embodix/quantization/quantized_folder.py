@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model folder that ``lerobot quantize`` writes: all of the source's files, with its weights in FP8.
+"""The model folder that ``lerobot quantize`` writes: all of the source's files, with its weights quantized.
 
 It is written beside its place and renamed, so that an interrupted or failed command leaves nothing half-made.
 """
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from embodix.checkpoints.tensor_file import DIGESTS_FILE, INDEX_FILE, WEIGHTS_FILE
 from embodix.data.embodiments import EMBODIMENTS_DIR
+from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY
 from embodix.training.checkpoint import OVERRIDES_FILE
-from embodix_fp8.file_format import CONFIG_FILE, CONFIG_KEY
-from embodix_fp8.tensor_file import DIGESTS_FILE, INDEX_FILE, WEIGHTS_FILE
 
 RECORD_FILE = "quantize.json"
 

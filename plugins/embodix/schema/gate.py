@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass
-class GateSettings:
+class AccuracyGateSettings:
     """How a policy is compared with its low-precision self.
 
     Attributes:

@@ -9,11 +9,11 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from embodix.config.train_schema import NamedChoice, TokenizerSettings
-from embodix.schema.gate import GateSettings
+from embodix.schema.gate import AccuracyGateSettings
 
 
 @dataclass
-class GateChoice(GateSettings):
+class GateChoice(AccuracyGateSettings):
     """The accuracy gate's settings, and whether it is passed before anything is written (``--gate``)."""
 
     enabled: bool = False

@@ -15,14 +15,21 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
 from embodix.attention.select import choose_backend
+from embodix.config.compose import options_of
 from embodix.config.train_schema import NamedChoice
-from embodix.contracts import BatchComposer, Installation
+from embodix.contracts import (
+    BatchComposer,
+    Installation,
+    LowPrecision,
+    PrecisionInstallation,
+    Quantizer,
+    StoredWeight,
+    TrainingPrecision,
+)
 from embodix.data.mixture_spec import is_mixture
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
 from embodix.training.step_forward import StepCount, over_ranks
-from embodix_fp8.blocks import ScaledWeight
-from embodix_fp8.precision.installation import PrecisionInstallation
 
 UNCHANGED = "none"  # the quantization and the precision of the policy as it is
 
@@ -76,7 +83,7 @@ class InstalledFeatures:
     wrapper: Any = None
     composer: BatchComposer | None = None
     step_count: StepCount | None = None
-    quantization: Any = None
+    quantization: LowPrecision | None = None
     precision: PrecisionInstallation | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -134,9 +141,11 @@ def select_training_features(cfg: DictConfig) -> FeatureSelection:
     """
     selection = select_features(cfg)
     if selection.quantization.name != UNCHANGED:
+        precisions = [option for option in options_of("precision") if option != UNCHANGED]
+        instead = f"; precision={precisions[0]} trains with low-precision matrix products" if precisions else ""
         raise ValueError(
             f"quantization={selection.quantization.name} is for evaluation and rollout: its weights have no gradient, "
-            "so there is nothing to train. Set quantization=none; precision=fp8 trains with FP8 matrix products."
+            f"so there is nothing to train. Set quantization=none{instead}."
         )
     return selection
 
@@ -146,7 +155,7 @@ def install_features(
     selection: FeatureSelection,
     accelerator: Accelerator,
     *,
-    stored_weights: Mapping[str, ScaledWeight] | None = None,
+    stored_weights: Mapping[str, StoredWeight] | None = None,
     keep_originals: bool = True,
     gemm_table: Path | None = None,
 ) -> InstalledFeatures:
@@ -165,7 +174,8 @@ def install_features(
     policy_type = policy.config.type
     try:
         if selection.quantization.name != UNCHANGED:
-            quantizer = plugins.build("quantizers", selection.quantization.name, selection.quantization.options)
+            chosen = selection.quantization
+            quantizer: Quantizer = plugins.build("quantizers", chosen.name, chosen.options)
             installed.quantization = quantizer.install(
                 policy, policy_type, stored=stored_weights, keep_originals=keep_originals
             )
@@ -183,16 +193,12 @@ def _install_precision(
     """Matrix products in low precision; a resumed run decides by its own timings unless it names others."""
     if accelerator.mixed_precision == "fp16":
         raise ValueError(
-            f"precision={choice.name} refuses float16, whose range the gradients of FP8 products leave; accelerate was "
-            "started with mixed_precision=fp16. Take bf16 or no."
+            f"precision={choice.name} refuses float16, whose range the gradients of low-precision products leave; "
+            "accelerate was started with mixed_precision=fp16. Take bf16 or no."
         )
-    gate = choice.options.get("gemm_gate")
-    options = choice.options
-    if gate is not None and not gate.get("table") and gemm_table is not None and gemm_table.is_file():
-        options = {**options, "gemm_gate": {**gate, "table": str(gemm_table)}}
-    precision = plugins.build("precisions", choice.name, options)
-    installation: PrecisionInstallation = precision.install(policy, policy.config.type, accelerator.device)
-    return installation
+    known = gemm_table if gemm_table is not None and gemm_table.is_file() else None
+    precision: TrainingPrecision = plugins.build("precisions", choice.name, choice.options)
+    return precision.install(policy, policy.config.type, accelerator.device, gemm_table=known)
 
 
 def _install_wrapper(

@@ -13,10 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patch_module, patched
+from embodix.policies.quantizers import quantizer_of
 from embodix.policies.support import sizes_patch, support_of
 from embodix.training.checkpoint import checkpoint_finished, write_session_state
 from embodix.training.session import current_session
-from embodix_fp8.file_format import is_quantized
 
 POLICY_GUARDS = "policy_guards"  # stands in the config for those of the policy's record
 QUANTIZED_PATCH = "lerobot_quantized_checkpoint"
@@ -52,7 +52,7 @@ def required_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     patches["lerobot_dataset_factory"] = {"build": build_dataset}
     patches["lerobot_worker_preprocessing"] = {"build": build_processors}
     started_from = cfg.policy.get("pretrained_path")
-    if started_from is not None and is_quantized(Path(started_from)):
+    if started_from is not None and quantizer_of(Path(started_from)) is not None:
         patches[QUANTIZED_PATCH] = {"policy_type": cfg.policy.type}
     return patches | _policy_options(cfg)
 

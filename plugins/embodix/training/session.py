@@ -235,7 +235,7 @@ class TrainingSession:
             self._reference_check = installation.check_reference(kept.batch)
 
     def _keep_gemm_table(self) -> None:
-        """Once, when the first batch has decided which products are computed in low precision, to resume by."""
+        """Once, when the first batch has decided what is computed in low precision, for this run's resumption."""
         table = self.features.precision.gemm_table if self.features and self.features.precision else None
         if table is not None and len(self.records) == 1 and self.accelerator.is_main_process:
             table.save(self.output_dir / GEMM_TABLE_FILE)

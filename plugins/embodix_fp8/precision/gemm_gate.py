@@ -281,11 +281,17 @@ def gate_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(options or {})
 
 
-def gate_for(kernel: str, device: torch.device, options: Mapping[str, Any]) -> GemmGate | None:
+def gate_for(
+    kernel: str, device: torch.device, options: Mapping[str, Any], own_table: Path | None = None
+) -> GemmGate | None:
     """The gate that ``gate_options`` ask for; None where they set ``enabled`` to false.
+
+    Args:
+        own_table: of a resumed run, which decides where the options name no table.
 
     Raises:
         ValueError: as :class:`GemmGate`.
     """
     chosen = {name: value for name, value in options.items() if name != "enabled"}
+    chosen["table"] = chosen.get("table") or own_table
     return GemmGate(device, kernel, **chosen) if options.get("enabled", True) else None

@@ -15,13 +15,14 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from embodix_fp8.precision.gemm_gate import gate_for, gate_options
-from embodix_fp8.precision.installation import PrecisionInstallation, first_products_problem, install_kernel
+from embodix_fp8.precision.linear_layers import Fp8Layers, first_products_problem, install_kernel
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 KernelChoice = Literal["auto", "emulated"]
@@ -81,7 +82,9 @@ class TorchaoFloat8:
     needs = staticmethod(torchao_problem)
     probe = staticmethod(fp8_units_problem)
 
-    def install(self, policy: nn.Module, policy_type: str, device: torch.device) -> PrecisionInstallation:
+    def install(
+        self, policy: nn.Module, policy_type: str, device: torch.device, *, gemm_table: Path | None = None
+    ) -> Fp8Layers:
         """Compute the language model's linear layers in FP8.
 
         Raises:
@@ -96,7 +99,7 @@ class TorchaoFloat8:
         fallback = emulation_reason(self._kernel, problem, self._strict)
         compiled = fallback is None if self._compile is None else self._compile
         kernel = TorchaoKernel(self._recipe, fallback, compiled)
-        gate = gate_for(kernel.name, device, self._gate) if fallback is None else None
+        gate = gate_for(kernel.name, device, self._gate, gemm_table) if fallback is None else None
         return install_kernel(policy, policy_type, kernel, gate)
 
 

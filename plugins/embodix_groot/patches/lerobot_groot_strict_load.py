@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodix.checkpoints.weight_loading import WeightLoadError, listed
 from embodix.patching import Patch, replace_attribute
 
 PATCH = Patch(
@@ -29,7 +28,7 @@ UNUSED = ("language_model.lm_head.weight",)
 
 
 @dataclass
-class Comparison:
+class TensorDifferences:
     """Names of tensors that differ between a file and a model."""
 
     missing: list[str] = field(default_factory=list)
@@ -41,12 +40,12 @@ class Comparison:
         return not (self.missing or self.unexpected or self.different)
 
 
-def compare_with_files(state: Mapping[str, Any], files: list[Path]) -> Comparison:
+def compare_with_files(state: Mapping[str, Any], files: list[Path]) -> TensorDifferences:
     """Compare a state dict with safetensors files, value by value; the two may have different float types.
 
     A name that no file has counts as present where it shares its memory with one that a file has (tied weights).
     """
-    found = Comparison()
+    found = TensorDifferences()
     names_in_files: set[str] = set()
     for name, tensor in _tensors(files):
         names_in_files.add(name)
@@ -105,6 +104,8 @@ def apply() -> Callable[[], None]:
 
 
 def _require_equal(source: str, state: Mapping[str, Any], files: list[Path]) -> None:
+    from embodix.checkpoints.skeleton import WeightLoadError, listed
+
     found = compare_with_files(state, files)
     if not found.equal:
         parts = {
@@ -123,10 +124,11 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
     import torch
     from safetensors import safe_open
 
-    from embodix_fp8.file_format import QuantizedWeights, is_quantized
+    from embodix.policies.quantizers import quantizer_of
 
-    if is_quantized(files[0].parent):
-        with QuantizedWeights(files[0].parent) as weights:
+    quantizer = quantizer_of(files[0].parent)
+    if quantizer is not None:
+        with quantizer.open(files[0].parent) as weights:
             yield from weights.state(torch.float32)
         return
     for path in files:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from embodix.checkpoints.weight_loading import WeightLoadError, listed
 from embodix.patching import Patch
 
 PATCH = Patch(
@@ -94,6 +93,8 @@ def _recorded_loads(cls: Any) -> Any:
 
 
 def _require_complete(source: str, reports: list[LoadReport], printed: str) -> None:
+    from embodix.checkpoints.skeleton import WeightLoadError, listed
+
     said = "\n".join(line for line in printed.splitlines() if "ould not load" in line)
     if not reports:
         raise WeightLoadError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodix_fp8.precision.block_rounding import BlockRoundedLinear, BlockRoundedProduct, rounded
+from embodix_fp8.precision.block_scaling import BlockRoundedLinear, BlockRoundedProduct, rounded
 
 
 def to_e4m3(value: float) -> float:

@@ -15,7 +15,7 @@ from torch import nn
 from embodix_fp8.precision import gemm_gate
 from embodix_fp8.precision.block_scaling import EmulatedBlocks
 from embodix_fp8.precision.gemm_gate import GemmGate, GemmTable, gate_options, seconds_a_call
-from embodix_fp8.precision.installation import install_kernel
+from embodix_fp8.precision.linear_layers import install_kernel
 from embodix_pi05.testing import random_batch, small_pi05
 
 CPU = torch.device("cpu")

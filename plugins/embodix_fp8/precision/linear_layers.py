@@ -49,24 +49,6 @@ class LinearKernel(Protocol):
         ...
 
 
-class TrainingPrecision(Protocol):
-    """What a plugin registers as a precision; its constructor takes the group's ``options``."""
-
-    @staticmethod
-    def needs() -> str | None:
-        """What it can't be installed without and this installation lacks, or None."""
-        ...
-
-    @staticmethod
-    def probe(device: torch.device) -> str | None:
-        """Why it can't run in FP8 units on a device, so that it is emulated, or None."""
-        ...
-
-    def install(self, policy: nn.Module, policy_type: str, device: torch.device) -> PrecisionInstallation:
-        """Compute the policy's chosen layers in low precision."""
-        ...
-
-
 @dataclass
 class Place:
     """Where a layer stands in the policy, and what may stand there.
@@ -123,7 +105,7 @@ class DecideAtFirstCall:
             del self._place.original.forward
 
 
-class PrecisionInstallation:
+class Fp8Layers:
     """FP8 linear layers in place on one policy.
 
     Args:
@@ -193,9 +175,7 @@ class PrecisionInstallation:
             place.put(place.original)
 
 
-def install_kernel(
-    policy: nn.Module, policy_type: str, kernel: LinearKernel, gate: GemmGate | None
-) -> PrecisionInstallation:
+def install_kernel(policy: nn.Module, policy_type: str, kernel: LinearKernel, gate: GemmGate | None) -> Fp8Layers:
     """Compute the language model's linear layers by ``kernel``.
 
     Raises:
@@ -215,7 +195,7 @@ def install_kernel(
     if gate is None:
         for place in places:
             place.kept, place.decision = True, "linear layer of the language model's decoder"
-    return PrecisionInstallation(kernel, places, skipped, gate)
+    return Fp8Layers(kernel, places, skipped, gate)
 
 
 def first_products_problem(kernel: LinearKernel, device: torch.device) -> str | None:
@@ -265,6 +245,6 @@ def _require_master_weight(path: str, weight: Tensor) -> None:
     advice = "freeze the language model, or " if weight.dtype == torch.bfloat16 else ""
     raise ValueError(
         f"FP8 training changes master weights in float32, since single updates are lost in fewer digits; {path} is in "
-        f"{weight.dtype}. To go on, {advice}load the policy in float32 (policy.dtype=float32 for π0.5) and let "
-        "accelerate compute in bfloat16 (ACCELERATE_MIXED_PRECISION=bf16)."
+        f"{weight.dtype}. To go on, {advice}load the policy in float32 (policy.dtype=float32 where there is that "
+        "field) and let accelerate compute in bfloat16 (ACCELERATE_MIXED_PRECISION=bf16)."
     )

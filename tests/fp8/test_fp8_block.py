@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 
-from embodix_fp8 import fp8_block, kernel_choice
+from embodix_fp8 import fp8_block, kernels
 from embodix_fp8.block_weight import BlockScaledWeight
 from embodix_fp8.blocks import BLOCK, ScaledWeight, quantize_blocks
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
@@ -127,7 +127,7 @@ def test_strict_refuses_the_fallback_and_changes_nothing(policy):
 
 def test_modules_of_other_shapes_fall_back_alone(policy, monkeypatch):
     """As on a GPU with FP8 tensor cores: 32 inputs are too few for them."""
-    monkeypatch.setattr(kernel_choice, "kernel_problem", lambda *_: None)
+    monkeypatch.setattr(kernels, "kernel_problem", lambda *_: None)
     with pytest.raises(ValueError, match=r"takes inputs in multiples of 128.*got 32 inputs and 128 outputs"):
         Fp8BlockQuantizer(strict=True).install(policy, "pi05")
     installation = Fp8BlockQuantizer().install(policy, "pi05")

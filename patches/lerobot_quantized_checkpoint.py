@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let upstream load a checkpoint that ``lerobot quantize`` has written: FP8 weights are dequantized as read."""
+"""Let upstream load a checkpoint that ``lerobot quantize`` has written: its weights are dequantized as read."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from embodix.contracts import CheckpointQuantizer
 from embodix.patching import Patch, replace_attribute
 from embodix.policies.support import require_offered
 
 PATCH = Patch(
     name="lerobot_quantized_checkpoint",
-    target="lerobot: configs.policies.PreTrainedConfig.from_pretrained, "
-    "policies.pi05.modeling_pi05.PI05Policy.from_pretrained, "
-    "policies.groot.modeling_groot.GrootPolicy._load_as_safetensor",
+    target="lerobot.configs.policies.PreTrainedConfig.from_pretrained",
     requires={"lerobot": ">=0.5.1,<0.5.2", "safetensors": ">=0.5,<1"},
-    symptom="upstream refuses the config of a quantized checkpoint; started from one with another config, its π0.5 "
-    "prints a line and goes on with FP8 values taken for weights.",
+    symptom="upstream refuses the config of a quantized checkpoint; started from one with another config, it may print "
+    "a line and go on with quantized values taken for weights.",
     upstream="no thread: upstream has no quantized checkpoints",
-    why_safe="applied for a quantized checkpoint only; upstream's methods run unchanged on the config without "
-    "quantization_config and on the dequantized weights",
-    remove_when="upstream reads block-scaled FP8 checkpoints",
+    why_safe="applied for a quantized checkpoint only; upstream's methods, the policy's reader of weights among them, "
+    "run unchanged on the config without quantization_config and on the dequantized weights",
+    remove_when="upstream reads checkpoints of registered quantizers",
 )
 
 
@@ -70,7 +69,7 @@ def _reading_quantized(owner: Any, method: str) -> Callable[[], None]:
             except Exception:
                 if not errors:
                     raise
-        if errors:  # upstream's π0.5 catches them
+        if errors:  # upstream may catch them
             raise errors[0]
         return loaded
 
@@ -82,19 +81,20 @@ def _dequantized_files(errors: list[Exception]) -> Iterator[None]:
     """``safetensors.torch.load_file``, through which upstream reads weights, gives a quantized file's dequantized."""
     import safetensors.torch
 
-    from embodix_fp8.file_format import is_quantized
+    from embodix.policies.quantizers import quantizer_of
 
     load_plain = safetensors.torch.load_file
 
     def load_file(filename: Any, device: Any = "cpu", **options: Any) -> dict[str, Any]:
         folder = Path(filename).parent
-        if not is_quantized(folder):
-            return load_plain(filename, device=device, **options)
         try:
-            return _dequantize(folder, device)
+            quantizer = quantizer_of(folder)
+            if quantizer is not None:
+                return _dequantize(quantizer, folder, device)
         except Exception as error:
             errors.append(error)
             raise
+        return load_plain(filename, device=device, **options)
 
     undo = replace_attribute(safetensors.torch, "load_file", load_file)
     try:
@@ -103,17 +103,11 @@ def _dequantized_files(errors: list[Exception]) -> Iterator[None]:
         undo()
 
 
-def _dequantize(folder: Path, device: Any) -> dict[str, Any]:
+def _dequantize(quantizer: CheckpointQuantizer, folder: Path, device: Any) -> dict[str, Any]:
     import torch
 
-    from embodix_fp8.file_format import QuantizedWeights
-
-    with QuantizedWeights(folder) as weights:
-        rows, columns = weights.config.block
-        print(
-            f"{folder} holds {len(weights.modules)} weights in FP8 (e4m3, one scale for {rows} x {columns}); the "
-            "policy gets them dequantized, in its own precision."
-        )
+    with quantizer.open(folder) as weights:
+        print(f"{folder} holds {weights.summary}; the policy gets them dequantized, in its own precision.")
         if weights.dropped:
             print(f"Filled with zeros, as nothing reads them and the file left them out: {', '.join(weights.dropped)}.")
         return {name: tensor.to(device) for name, tensor in weights.state(torch.float32)}
@@ -122,7 +116,7 @@ def _dequantize(folder: Path, device: Any) -> dict[str, Any]:
 @contextmanager
 def _plain_config(folder: Path) -> Iterator[Path | None]:
     """A folder with the config that upstream knows; None where the folder's own is that."""
-    from embodix_fp8.file_format import CONFIG_FILE, CONFIG_KEY
+    from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY
 
     path = folder / CONFIG_FILE
     config = json.loads(path.read_text()) if path.is_file() else {}

@@ -22,14 +22,14 @@ from embodix.plugins import build, registry
 from embodix.policies.settings import FastPathSettings
 from embodix.testing.errors import gradients_of
 from embodix_fp8.precision import block_scaling, torchao_float8
-from embodix_fp8.precision.block_rounding import BlockRoundedLinear
 from embodix_fp8.precision.block_scaling import (
+    BlockRoundedLinear,
     BlockScaledFp8,
     EmulatedBlocks,
     TransformerEngineKernel,
     transformer_engine_problem,
 )
-from embodix_fp8.precision.installation import first_products_problem
+from embodix_fp8.precision.linear_layers import first_products_problem
 from embodix_fp8.precision.torchao_float8 import TorchaoFloat8, TorchaoKernel, fp8_units_problem
 from embodix_groot import testing as groot
 from embodix_groot.wrapper import GrootN15Wrapper

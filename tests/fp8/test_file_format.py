@@ -12,23 +12,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodix.quantization.accuracy import sqnr_db
-from embodix_fp8 import blocks, conversion
-from embodix_fp8.blocks import FLOAT8, quantize_blocks
-from embodix_fp8.conversion import ConversionPlan, modules_left_out, write_weights
-from embodix_fp8.file_format import (
-    CONFIG_FILE,
-    CONFIG_KEY,
-    BlockConfig,
-    QuantizedWeights,
-    is_quantized,
-)
-from embodix_fp8.tensor_file import (
+from embodix.checkpoints.tensor_file import (
     DIGESTS_FILE,
     WEIGHTS_FILE,
     FileFormatError,
     TensorFiles,
     TensorFileWriter,
+)
+from embodix.quantization.accuracy import sqnr_db
+from embodix.quantization.conversion import ConversionPlan, write_weights
+from embodix_fp8 import blocks
+from embodix_fp8.blocks import FLOAT8, quantize_blocks
+from embodix_fp8.file_format import (
+    CONFIG_FILE,
+    CONFIG_KEY,
+    BlockConfig,
+    BlockScaledWeights,
+    is_quantized,
+    modules_left_out,
 )
 
 CONVERTED = "model.layers.0.mlp"
@@ -52,7 +53,7 @@ def _plan(**changes: Any) -> ConversionPlan:
         "convert": {CONVERTED: torch.float32},
         "drop": ("model.head.weight",),
         "rest_dtype": None,
-        "config": CONFIG,
+        "layout": CONFIG,
         **changes,
     }
     return ConversionPlan(**fields)
@@ -90,7 +91,7 @@ def _change(folder: Path, **tensors: torch.Tensor | None) -> None:
 def test_what_is_written_is_read_to_the_bit(folder: Path) -> None:
     tensors = _source_tensors()
     wanted = quantize_blocks(tensors["layers.0.mlp.weight"])
-    with QuantizedWeights(folder) as weights:
+    with BlockScaledWeights(folder) as weights:
         (stored,) = weights.stored().values()
         assert list(weights.modules) == [CONVERTED]
         assert torch.equal(stored.values.view(torch.uint8), wanted.values.view(torch.uint8))
@@ -228,7 +229,7 @@ def test_a_fault_is_refused_by_name(folder: Path, fault: str) -> None:
     tensors, message = FAULTS[fault]
     _change(folder, **tensors)
     with pytest.raises(FileFormatError, match=message):
-        QuantizedWeights(folder).stored()
+        BlockScaledWeights(folder).stored()
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_a_fault_is_refused_by_name(folder: Path, fault: str) -> None:
 def test_a_config_that_does_not_fit_is_refused(folder: Path, fields: Any, message: str) -> None:
     _write_config(folder, fields)
     with pytest.raises(FileFormatError, match=message):
-        QuantizedWeights(folder)
+        BlockScaledWeights(folder)
 
 
 def test_another_block_size_does_not_fit_the_scales(folder: Path) -> None:
@@ -254,14 +255,14 @@ def test_another_block_size_does_not_fit_the_scales(folder: Path) -> None:
     _change(folder)
     _write_config(folder, {**CONFIG.to_json(), "weight_block_size": [64, 64]})
     with pytest.raises(FileFormatError, match=rf"{MLP}_scale_inv of .* must be F32 \(4, 5\) .* blocks of \(64, 64\)"):
-        QuantizedWeights(folder)
+        BlockScaledWeights(folder)
 
 
 def test_a_quantized_file_is_known_without_its_config(folder: Path, source: TensorFiles) -> None:
     (folder / CONFIG_FILE).write_text('{"type": "pi05"}')
     assert is_quantized(folder)
     with pytest.raises(FileFormatError, match="has no quantization_config"):
-        QuantizedWeights(folder)
+        BlockScaledWeights(folder)
     assert not is_quantized(source.folder)
 
 
@@ -286,12 +287,10 @@ def test_some_rows_at_a_time_give_the_same(
     (tmp_path / "out").mkdir()
     noise: list[float] = []
     with TensorFiles(tmp_path) as source:
-        write_weights(
-            source, plan, tmp_path / "out", lambda _, *pair: noise.append(conversion.sqnr_of_weight_db(*pair))
-        )
+        write_weights(source, plan, tmp_path / "out", lambda _, weight, scaled: noise.append(scaled.sqnr_db(weight)))
     _write_config(tmp_path / "out", BlockConfig().to_json())
-    with QuantizedWeights(tmp_path / "out") as weights:
-        stored = weights.scaled_weight("x")
+    with BlockScaledWeights(tmp_path / "out") as weights:
+        stored = weights.stored_weight("x")
     assert torch.equal(stored.values.view(torch.uint8), wanted.values.view(torch.uint8))
     assert torch.equal(stored.scale_inv, wanted.scale_inv)
     assert noise == [pytest.approx(sqnr_db(weight, wanted.dequantize(torch.float32)))]
@@ -299,4 +298,4 @@ def test_some_rows_at_a_time_give_the_same(
 
 def test_a_weight_of_zeros_is_exact() -> None:
     zeros = torch.zeros(3, 4)
-    assert conversion.sqnr_of_weight_db(zeros, quantize_blocks(zeros)) == float("inf")
+    assert quantize_blocks(zeros).sqnr_db(zeros) == float("inf")

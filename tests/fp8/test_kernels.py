@@ -13,10 +13,19 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from embodix.testing.errors import relative_error
-from embodix_fp8 import kernel_choice
+from embodix_fp8 import kernels
 from embodix_fp8.blocks import BLOCK, ScaledWeight, quantize_blocks
-from embodix_fp8.kernel_choice import choose_kernel, kernel_problem, require_options, self_check_error
-from embodix_fp8.kernels import COMPILE_FROM, KERNELS, EmulatedKernel, ScaledMmKernel, quantize_rows
+from embodix_fp8.kernels import (
+    COMPILE_FROM,
+    KERNELS,
+    EmulatedKernel,
+    ScaledMmKernel,
+    choose_kernel,
+    kernel_problem,
+    quantize_rows,
+    require_options,
+    self_check_error,
+)
 
 CPU = torch.device("cpu")
 ON_CPU = ["dequantize", "scaled_mm_emulated"]
@@ -108,7 +117,7 @@ def test_the_self_check_notices_a_wrong_kernel(fault, monkeypatch, no_kept_answe
             shifted = ScaledWeight(weight.values, weight.scale_inv.roll(1, 0), weight.block)
             return super().__call__(rows_MK, shifted)
 
-    monkeypatch.setitem(kernel_choice.KERNELS, "wrong", Wrong())
+    monkeypatch.setitem(kernels.KERNELS, "wrong", Wrong())
     problem = kernel_problem("wrong", CPU, torch.float32)
     assert problem is not None
     assert ("RuntimeError: no such kernel" if fault == "raises" else "self-check is off by") in problem
@@ -162,7 +171,7 @@ def test_what_was_asked_for_is_no_fallback():
 def test_many_weights_are_compiled_where_that_works(monkeypatch):
     for problem, wanted in ((None, "dequantize_compiled"), ("no compiler", "dequantize")):
         monkeypatch.setattr(
-            kernel_choice,
+            kernels,
             "kernel_problem",
             lambda name, *_, problem=problem: "no GPU" if name == "scaled_mm" else problem,
         )
@@ -171,7 +180,7 @@ def test_many_weights_are_compiled_where_that_works(monkeypatch):
 
 
 def test_shapes_that_tensor_cores_do_not_take_fall_back_one_by_one(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "kernel_problem", lambda *_: None)
+    monkeypatch.setattr(kernels, "kernel_problem", lambda *_: None)
     choice = choose_kernel("auto", "auto", torch.device("cuda"), torch.bfloat16, 1000)
     assert choice.of((256, 2048)) == (KERNELS["scaled_mm"], None)
     kernel, reason = choice.of((256, 130))

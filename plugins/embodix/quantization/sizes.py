@@ -7,17 +7,16 @@ that nothing reads are counted. ``size_definitions`` lists them side by side.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from embodix.checkpoints.quantized_weights import WEIGHT
+from embodix.checkpoints.tensor_file import TensorSpec
 from embodix.contracts import ModuleKind
 from embodix.quantization.selection import module_kind
-from embodix_fp8.blocks import BLOCK, FLOAT8, scale_shape
-from embodix_fp8.file_format import WEIGHT
-from embodix_fp8.tensor_file import TensorSpec
 
 PARTS: dict[ModuleKind, str] = {
     "language_linear": "language model: decoder's linear layers",
@@ -115,6 +114,7 @@ def size_definitions(
     tensors: Mapping[str, TensorSpec],
     policy_type: str,
     convertible: Collection[str],
+    quantized_bytes: Callable[[tuple[int, ...]], int],
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[SizeDefinition]:
     """The percentages that the same policy gives.
@@ -123,13 +123,14 @@ def size_definitions(
         tensors: of the policy, unquantized.
         policy_type: of LeRobot.
         convertible: paths of the modules that are quantized when embeddings and unused heads are asked for, too.
+        quantized_bytes: of a weight of a shape, its scales included.
         dtype: of all tensors before, and of those that stay as they are.
     """
     plain, quantized = dict.fromkeys(ALL_PARTS, 0), dict.fromkeys(ALL_PARTS, 0)
     for name, spec in tensors.items():
         part, size = part_of(name, policy_type), spec.num_elements * dtype.itemsize
         plain[part] += size
-        quantized[part] += scaled_bytes(spec.shape) if _weight_of(name, convertible) else size
+        quantized[part] += quantized_bytes(spec.shape) if _weight_of(name, convertible) else size
     return [
         SizeDefinition(
             words,
@@ -163,11 +164,6 @@ def part_of(name: str, policy_type: str) -> ModuleKind:
 
 def _weight_of(name: str, modules: Collection[str]) -> bool:
     return name.endswith(WEIGHT) and name.removesuffix(WEIGHT) in modules
-
-
-def scaled_bytes(shape: tuple[int, ...], block: tuple[int, int] = BLOCK) -> int:
-    """Bytes of a weight in FP8 with its scales."""
-    return TensorSpec(FLOAT8, shape).num_bytes + TensorSpec(torch.float32, scale_shape(shape, block)).num_bytes
 
 
 def _num_bytes(specs: Collection[TensorSpec]) -> int:

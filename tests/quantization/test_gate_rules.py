@@ -21,9 +21,7 @@ from embodix.quantization.accuracy import (
     sqnr_db,
     worst_row_sqnr_db,
 )
-from embodix.quantization.formulas import evaluate
-from embodix.quantization.gate_rules import RULES
-from embodix.quantization.thresholds import RecipeNumbers, judge, named_numbers, rules_to_json
+from embodix.quantization.gate_rules import RULES, RecipeNumbers, evaluate, judge, named_numbers, rules_to_json
 from embodix_fp8.blocks import quantize_blocks
 
 FORMULA = {rule.name: rule.formula for rule in RULES}
