@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from embodix.attention.segments import Segments
     from embodix.data.preprocessing import Merger
     from embodix.data.sample_sizes import SizedDataset
-    from embodix.evaluation.simulators import StepOutcome
     from embodix.packing.bins import Bins
     from embodix.packing.cost import CostModel
     from embodix.packing.layout import PackedLayout
@@ -407,6 +406,15 @@ class FlowHost(Protocol):
 
 
 # --- simulators -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Outcome of one action. `done` ends the episode; so does the simulator's `max_steps`."""
+
+    reward: float
+    success: bool
+    done: bool
 
 
 class Simulator(Protocol):

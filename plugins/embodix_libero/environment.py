@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.configs import LiberoEnv as UpstreamLiberoConfig
 
-from embodix.data.rendering import select_gl_backend
+from embodix.simulation.rendering import select_gl_backend
 from embodix_libero.record_settings import RENDERINGS
 from embodix_libero.setup import activate_libero
 

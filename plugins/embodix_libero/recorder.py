@@ -22,7 +22,7 @@ from embodix.data.recorded_dataset import (
     reuse_dataset,
     write_exact_quantiles,
 )
-from embodix.data.rendering import select_gl_backend
+from embodix.simulation.rendering import select_gl_backend
 from embodix_libero.record_settings import LiberoRecordSettings
 from embodix_libero.setup import activate_libero
 

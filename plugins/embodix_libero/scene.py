@@ -10,7 +10,7 @@ Images and states are upstream's to the bit; what upstream computes beside them 
 - It resets once more when an episode ends.
 
 Import this module after `embodix_libero.setup.activate_libero`, which spares LIBERO's question on the terminal,
-and `embodix.data.rendering.select_gl_backend`, which robosuite follows when it is imported.
+and `embodix.simulation.rendering.select_gl_backend`, which robosuite follows when it is imported.
 """
 
 import logging

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodix.evaluation.simulators import StepOutcome
+from embodix.contracts import StepOutcome
 from embodix_libero.expert import LiberoExpert
 from embodix_libero.scene import LiberoScene
 

@@ -16,7 +16,7 @@ from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 
-from embodix.data.rendering import select_gl_backend
+from embodix.simulation.rendering import select_gl_backend
 from embodix_metaworld.scene import ACTION_DIM, FPS, STATE_NAMES, check_cameras, check_state
 from embodix_metaworld.simulator import MetaWorldSimulator, MetaWorldSimulators, view_of
 from embodix_metaworld.task_sets import expand_tasks

@@ -25,7 +25,7 @@ from embodix.data.recorded_dataset import (
     reuse_dataset,
     write_exact_quantiles,
 )
-from embodix.data.rendering import select_gl_backend
+from embodix.simulation.rendering import select_gl_backend
 from embodix_metaworld.expert import Demonstration
 from embodix_metaworld.instructions import instruction_for
 from embodix_metaworld.record_settings import RecordSettings

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from embodix.data.rendering import bind_gl_backend
+from embodix.simulation.rendering import bind_gl_backend
 
 ACTION_DIM = 4
 STATE_NAMES = ("hand_x", "hand_y", "hand_z", "gripper_opening")  # the head of MetaWorld's observation

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embodix.evaluation.simulators import StepOutcome
+from embodix.contracts import StepOutcome
 from embodix_metaworld.expert import scripted_expert
 from embodix_metaworld.instructions import instruction_for
 from embodix_metaworld.scene import FPS, STATE_NAMES, MetaWorldScene, check_state, robot_state

@@ -17,7 +17,7 @@ from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 
-from embodix.evaluation.simulators import StepOutcome
+from embodix.contracts import StepOutcome
 from embodix_rlinf_sims import needs as rlinf_needs
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from embodix.data import rendering
+from embodix.simulation import rendering
 
 
 def test_a_backend_that_renders_is_found():

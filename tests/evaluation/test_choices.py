@@ -16,9 +16,8 @@ from omegaconf import OmegaConf
 from embodix import hydra_conf
 from embodix.checkpoints.env_features import require_fitting_features
 from embodix.checkpoints.model_folder import find_model
-from embodix.evaluation.choices import check_choices, policy_choices
-from embodix.evaluation.named_checkpoints import name_checkpoints
-from embodix.evaluation.policy_actors import other_instructions
+from embodix.evaluation.choices import check_choices, name_checkpoints, policy_choices
+from embodix.evaluation.controls import other_instructions
 from embodix.evaluation.session import default_num_workers
 from embodix.schema.compose import compose
 from embodix.training.host_config import decode_env

@@ -58,9 +58,9 @@ def _evaluate(sessions: list[TrainingSession], cfg: DictConfig, output_dir: Path
     """`lerobot eval` on what was trained: all variants and their controls on the same episodes."""
     from embodix.evaluation.controls import applicable_controls
     from embodix.evaluation.evaluate import run_evaluation
-    from embodix.evaluation.simulators import simulators_of
     from embodix.report.evaluation_table import print_evaluations
     from embodix.schema.compose import compose
+    from embodix.simulation.simulators import simulators_of
 
     overrides = [
         f"eval.n_episodes={cfg.eval.n_episodes}",

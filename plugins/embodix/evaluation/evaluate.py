@@ -18,20 +18,17 @@ from embodix.checkpoints.model_folder import ModelFolder, find_model
 from embodix.checkpoints.policy_loading import loaded_policy
 from embodix.contracts import Simulators
 from embodix.evaluation.actors import Actor, ExpertActor, ReplayActor
-from embodix.evaluation.choices import check_choices, needs_policy, policy_choices
-from embodix.evaluation.controls import mean_action_sequence
+from embodix.evaluation.choices import check_choices, name_checkpoints, needs_policy, policy_choices
+from embodix.evaluation.controls import PolicyActors, mean_action_sequence
 from embodix.evaluation.engine import EngineSettings
 from embodix.evaluation.episodes import plan_episodes
-from embodix.evaluation.named_checkpoints import name_checkpoints
-from embodix.evaluation.policy_actors import PolicyActors
-from embodix.evaluation.progress import EvaluationProgress
-from embodix.evaluation.session import ActorRun, EvaluationSession, default_num_workers
-from embodix.evaluation.simulators import simulators_of
+from embodix.evaluation.session import ActorRun, EvaluationProgress, EvaluationSession, default_num_workers
 from embodix.report.evaluation import Evaluation, pair_success, read_evaluation
 from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
 from embodix.report.evaluation_record import EPISODES_FILE, RESULTS_FILE, EvaluationRun, results_record, write_results
 from embodix.report.manifest import write_text_atomically
 from embodix.schema.compose import options_of
+from embodix.simulation.simulators import simulators_of
 from embodix.training.host_config import decode_env
 
 PAGE_FILE, PAIRS_FILE = "results.html", "pairs.json"

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from embodix.contracts import StepOutcome
 from embodix.evaluation.episodes import Episode
-from embodix.evaluation.simulators import StepOutcome
 
 REACH = 0.15  # how near the goal is success
 STRIDE = 0.2  # of an action of 1
