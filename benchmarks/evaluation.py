@@ -45,7 +45,7 @@ from embodix.simulation.simulators import simulators_of
 from embodix.training.run import run_training
 from embodix_metaworld.environment import EmbodixMetaworldConfig
 from embodix_metaworld.recorder import record_metaworld
-from embodix_metaworld.scene import MetaWorldScene
+from embodix_metaworld.simulator import MetaWorldScene
 
 TASKS = ("reach-v3", "drawer-close-v3", "button-press-topdown-v3", "coffee-button-v3")
 NUM_EXECUTED = 5  # actions of each chunk

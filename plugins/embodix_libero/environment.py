@@ -14,12 +14,23 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.envs.configs import LiberoEnv as UpstreamLiberoConfig
 
 from embodix.simulation.rendering import select_gl_backend
-from embodix_libero.record_settings import RENDERINGS
+from embodix_libero import RENDERINGS
 from embodix_libero.setup import activate_libero
 
 if TYPE_CHECKING:
     from embodix_libero.simulator import LiberoSimulator
 
+# Fields that upstream's config and its environment call alike.
+SIMULATOR_SETTINGS = (
+    "episode_length",
+    "camera_name",
+    "obs_type",
+    "observation_width",
+    "observation_height",
+    "init_states",
+    "camera_name_mapping",
+    "control_mode",
+)
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 
 
@@ -77,7 +88,7 @@ class EmbodixLiberoConfig(UpstreamLiberoConfig):
         """
         activate_libero()
         select_gl_backend()
-        from embodix_libero.scene import task_numbers
+        from embodix_libero.simulator import task_numbers
 
         if self.render != "upstream":
             logging.getLogger(__name__).warning(
@@ -109,4 +120,6 @@ class LiberoSimulators:
         from embodix_libero.simulator import LiberoSimulator
 
         suite, _, number = task.rpartition("/")
-        return LiberoSimulator(self.env_cfg, suite, int(number))
+        cfg = self.env_cfg
+        settings = {name: getattr(cfg, name) for name in SIMULATOR_SETTINGS}
+        return LiberoSimulator(suite, int(number), cfg.render, cfg.fps, **settings)

@@ -17,9 +17,8 @@ from embodix.evaluation.engine import EngineSettings, run_episodes
 from embodix.evaluation.episodes import Episode
 from embodix.simulation.simulators import simulators_of
 from embodix_metaworld.environment import EmbodixMetaworldConfig
-from embodix_metaworld.instructions import INSTRUCTIONS
-from embodix_metaworld.scene import FRAME_SIZE, MetaWorldScene
-from embodix_metaworld.simulator import MetaWorldSimulator, MetaWorldView
+from embodix_metaworld.simulator import FRAME_SIZE, MetaWorldScene, MetaWorldSimulator, MetaWorldView
+from embodix_metaworld.tasks import INSTRUCTIONS
 
 TASK = "button-press-topdown-v3"
 BUILD = """
