@@ -475,3 +475,39 @@ class Simulators(Protocol):
 
     def build(self, task: str) -> Simulator:
         """The simulator of a task."""
+
+
+@dataclass(frozen=True)
+class SimulatorStatus:
+    """What there is of a simulator on this machine.
+
+    Attributes:
+        found: versions and files, "" where there is nothing.
+        problem: why it can't run and what to do, None where it can.
+    """
+
+    found: str
+    problem: str | None
+
+
+@runtime_checkable
+class TellsStatus(Protocol):
+    """A registered environment's class that knows what there is of its simulator, for ``embodix doctor``."""
+
+    @staticmethod
+    def status() -> SimulatorStatus:
+        """What is here; looked for without building or importing the simulator."""
+        ...
+
+
+@runtime_checkable
+class TellsProblems(Protocol):
+    """A registered environment's class that knows what would stop it on this machine."""
+
+    @staticmethod
+    def problems(fields: Mapping[str, Any]) -> list[str]:
+        """Why an environment with these fields of the config can't run here, one sentence a reason; none where it can.
+
+        Nothing is built. LeRobot's own environment is asked about too where ``embodix_<its type>`` stands in for it.
+        """
+        ...

@@ -7,15 +7,17 @@ does.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.configs import LiberoEnv as UpstreamLiberoConfig
 
+from embodix.contracts import SimulatorStatus
 from embodix.simulation.rendering import select_gl_backend
 from embodix_libero import RENDERINGS
-from embodix_libero.setup import activate_libero
+from embodix_libero.setup import WHAT_TO_DO, activate_libero, inspect_libero
 
 if TYPE_CHECKING:
     from embodix_libero.simulator import LiberoSimulator
@@ -65,6 +67,19 @@ class EmbodixLiberoConfig(UpstreamLiberoConfig):
     def suites(self) -> tuple[str, ...]:
         """The names in `task`."""
         return tuple(name.strip() for name in self.task.split(",") if name.strip())
+
+    @staticmethod
+    def status() -> SimulatorStatus:
+        """Which LIBERO is set up, and where its assets are from."""
+        state = inspect_libero()
+        found = f"hf-libero {state.version}, assets from {state.origin or 'nowhere'}" if state.version else ""
+        return SimulatorStatus(found, state.problem and f"{state.problem}. {WHAT_TO_DO}")
+
+    @staticmethod
+    def problems(fields: Mapping[str, Any]) -> list[str]:
+        """Why LIBERO can't run, whatever the fields."""
+        problem = EmbodixLiberoConfig.status().problem
+        return [problem] if problem else []
 
     @property
     def gym_kwargs(self) -> dict[str, Any]:
