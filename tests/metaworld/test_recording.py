@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from omegaconf import OmegaConf
 
 import embodix_metaworld.recorder as metaworld
+from embodix.cli.data import data_task
 from embodix.data.recorded_dataset import MANIFEST_FILE, episodes_of_task, read_manifest
 from embodix.data.tokenizer import offline_tokenizer
 from embodix_metaworld.demonstrations import RecordingStage, demonstrate
@@ -259,3 +261,8 @@ def test_the_recorder_is_a_registered_data_source():
     from embodix.plugins import resolve
 
     assert resolve("data_sources", "metaworld") is metaworld.record_metaworld
+
+
+def test_a_recording_without_a_source_is_told_the_sources():
+    with pytest.raises(ValueError, match=r"lerobot data <learn_metaworld\|libero\|metaworld> root=<folder>"):
+        data_task(OmegaConf.create({}))
