@@ -35,17 +35,17 @@ from omegaconf import OmegaConf
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import LoadedPolicy, PolicyChoices, loaded_policy
 from embodix.config.compose import compose
-from embodix.data.rendering import select_gl_backend
 from embodix.evaluation.actors import PolicyActor
 from embodix.evaluation.engine import EngineSettings, run_episodes
 from embodix.evaluation.episodes import Episode, plan_episodes
 from embodix.evaluation.noise import EpisodeNoise, episode_generator
-from embodix.evaluation.simulators import simulators_of
 from embodix.report.benchmark import require_quotable, write_benchmark
+from embodix.simulation.rendering import select_gl_backend
+from embodix.simulation.simulators import simulators_of
 from embodix.training.run import run_training
 from embodix_metaworld.environment import EmbodixMetaworldConfig
 from embodix_metaworld.recorder import record_metaworld
-from embodix_metaworld.scene import MetaWorldScene
+from embodix_metaworld.simulator import MetaWorldScene
 
 TASKS = ("reach-v3", "drawer-close-v3", "button-press-topdown-v3", "coffee-button-v3")
 NUM_EXECUTED = 5  # actions of each chunk

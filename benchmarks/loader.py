@@ -32,7 +32,7 @@ from embodix.data.order import ShuffledOrder, WindowShuffledOrder, files_of_samp
 from embodix.patching import patched
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.testing.datasets import write_dataset
-from embodix_metaworld.record_settings import RecordSettings
+from embodix_metaworld.demonstrations import RecordSettings
 from embodix_metaworld.recorder import record_metaworld
 
 FPS = 80

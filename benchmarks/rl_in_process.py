@@ -31,7 +31,7 @@ from torch import Tensor
 from embodix.attention.cpu import SegmentAuto
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import LoadedPolicy, PolicyChoices, loaded_policy
-from embodix.evaluation.simulators import StepOutcome
+from embodix.contracts import StepOutcome
 from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark

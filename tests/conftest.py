@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,7 @@ def editable_environment(new_environment: Callable[[str], LayeredEnvironment]) -
 @pytest.fixture(scope="session")
 def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Root of a small recording made by the real recorder: two tasks of two episodes, two cameras of 28 pixels."""
-    from embodix_metaworld.record_settings import RecordSettings
+    from embodix_metaworld.demonstrations import RecordSettings
     from embodix_metaworld.recorder import record_metaworld
 
     settings = RecordSettings(
@@ -113,6 +114,33 @@ def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
         progress=False,
     )
     return record_metaworld(settings).root
+
+
+@pytest.fixture(scope="session")
+def small_settings() -> Callable[..., Any]:
+    """Two tasks, one episode each, small images, recorded in this process; changed as a test asks."""
+    from embodix_metaworld.demonstrations import RecordSettings
+
+    def make(root: Path, **changes: Any) -> Any:
+        settings = {
+            "tasks": ("reach-v3", "button-press-topdown-v3"),
+            "episodes_per_task": 1,
+            "image_size": 32,
+            "num_workers": 1,
+            "drift_fraction": 0.0,
+            "progress": False,
+        }
+        return RecordSettings(root=str(root), **{**settings, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory, small_settings: Callable[..., Any]) -> Any:
+    """A small recording, made once."""
+    from embodix_metaworld.recorder import record_metaworld
+
+    return record_metaworld(small_settings(tmp_path_factory.mktemp("recorded") / "dataset"))
 
 
 @pytest.fixture(scope="session")

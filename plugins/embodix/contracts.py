@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from embodix.checkpoints.tensor_file import TensorSpec
     from embodix.data.preprocessing import Merger
     from embodix.data.sample_sizes import SizedDataset
-    from embodix.evaluation.simulators import StepOutcome
     from embodix.packing.bins import Bins
     from embodix.packing.layout import PackedLayout
     from embodix.packing.sample_cost import CostModel, IntArray, SampleSizes
@@ -663,6 +662,15 @@ class GemmTimings(Protocol):
 # --- simulators -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class StepOutcome:
+    """Outcome of one action. `done` ends the episode; so does the simulator's `max_steps`."""
+
+    reward: float
+    success: bool
+    done: bool
+
+
 class Simulator(Protocol):
     """One task in one process.
 
@@ -721,3 +729,39 @@ class Simulators(Protocol):
 
     def build(self, task: str) -> Simulator:
         """The simulator of a task."""
+
+
+@dataclass(frozen=True)
+class SimulatorStatus:
+    """What there is of a simulator on this machine.
+
+    Attributes:
+        found: versions and files, "" where there is nothing.
+        problem: why it can't run and what to do, None where it can.
+    """
+
+    found: str
+    problem: str | None
+
+
+@runtime_checkable
+class TellsStatus(Protocol):
+    """A registered environment's class that knows what there is of its simulator, for ``embodix doctor``."""
+
+    @staticmethod
+    def status() -> SimulatorStatus:
+        """What is here; looked for without building or importing the simulator."""
+        ...
+
+
+@runtime_checkable
+class TellsProblems(Protocol):
+    """A registered environment's class that knows what would stop it on this machine."""
+
+    @staticmethod
+    def problems(fields: Mapping[str, Any]) -> list[str]:
+        """Why an environment with these fields of the config can't run here, one sentence a reason; none where it can.
+
+        Nothing is built. LeRobot's own environment is asked about too where ``embodix_<its type>`` stands in for it.
+        """
+        ...

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from embodix.hookspecs import Registration, hookimpl
 
+RENDERINGS = ("upstream", "fast")
+
 
 @hookimpl
 def register_environments() -> list[Registration]:

@@ -7,19 +7,32 @@ does.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.configs import LiberoEnv as UpstreamLiberoConfig
 
-from embodix.data.rendering import select_gl_backend
-from embodix_libero.record_settings import RENDERINGS
-from embodix_libero.setup import activate_libero
+from embodix.contracts import SimulatorStatus
+from embodix.simulation.rendering import select_gl_backend
+from embodix_libero import RENDERINGS
+from embodix_libero.setup import WHAT_TO_DO, activate_libero, inspect_libero
 
 if TYPE_CHECKING:
     from embodix_libero.simulator import LiberoSimulator
 
+# Fields that upstream's config and its environment call alike.
+SIMULATOR_SETTINGS = (
+    "episode_length",
+    "camera_name",
+    "obs_type",
+    "observation_width",
+    "observation_height",
+    "init_states",
+    "camera_name_mapping",
+    "control_mode",
+)
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 
 
@@ -55,6 +68,19 @@ class EmbodixLiberoConfig(UpstreamLiberoConfig):
         """The names in `task`."""
         return tuple(name.strip() for name in self.task.split(",") if name.strip())
 
+    @staticmethod
+    def status() -> SimulatorStatus:
+        """Which LIBERO is set up, and where its assets are from."""
+        state = inspect_libero()
+        found = f"hf-libero {state.version}, assets from {state.origin or 'nowhere'}" if state.version else ""
+        return SimulatorStatus(found, state.problem and f"{state.problem}. {WHAT_TO_DO}")
+
+    @staticmethod
+    def problems(fields: Mapping[str, Any]) -> list[str]:
+        """Why LIBERO can't run, whatever the fields."""
+        problem = EmbodixLiberoConfig.status().problem
+        return [problem] if problem else []
+
     @property
     def gym_kwargs(self) -> dict[str, Any]:
         """What upstream's `make_env` passes to its own environment, which renders in its own way only."""
@@ -77,7 +103,7 @@ class EmbodixLiberoConfig(UpstreamLiberoConfig):
         """
         activate_libero()
         select_gl_backend()
-        from embodix_libero.scene import task_numbers
+        from embodix_libero.simulator import task_numbers
 
         if self.render != "upstream":
             logging.getLogger(__name__).warning(
@@ -109,4 +135,6 @@ class LiberoSimulators:
         from embodix_libero.simulator import LiberoSimulator
 
         suite, _, number = task.rpartition("/")
-        return LiberoSimulator(self.env_cfg, suite, int(number))
+        cfg = self.env_cfg
+        settings = {name: getattr(cfg, name) for name in SIMULATOR_SETTINGS}
+        return LiberoSimulator(suite, int(number), cfg.render, cfg.fps, **settings)

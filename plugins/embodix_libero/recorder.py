@@ -7,7 +7,7 @@ it sees in evaluation. The data set is written beside its place and renamed when
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +22,70 @@ from embodix.data.recorded_dataset import (
     reuse_dataset,
     write_exact_quantiles,
 )
-from embodix.data.rendering import select_gl_backend
-from embodix_libero.record_settings import LiberoRecordSettings
+from embodix.simulation.rendering import select_gl_backend
+from embodix_libero import RENDERINGS
 from embodix_libero.setup import activate_libero
 
 if TYPE_CHECKING:
-    from embodix_libero.scene import LiberoScene
+    from embodix_libero.simulator import LiberoScene
 
 FPS = 20  # robosuite's control frequency in LIBERO
 NUM_STATES = 50
 ACTION_NAMES = ("delta_x", "delta_y", "delta_z", "delta_rx", "delta_ry", "delta_rz", "gripper")
 STATE_NAMES = ("x", "y", "z", "axis_angle_x", "axis_angle_y", "axis_angle_z", "left_finger", "right_finger")
+_HOW_AND_NOT_WHAT = ("root", "progress")
+
+
+@dataclass(frozen=True)
+class LiberoRecordSettings:
+    """What to record with `record_libero`.
+
+    Attributes:
+        root: the folder of the data set.
+        task_ids: tasks of `suite`, each with `episodes_per_task` episodes.
+        first_state: the first of the task's 50 initial states that is recorded; the others follow. Evaluation begins
+            at state 0.
+        image_size: height and width of both cameras' images, pixels.
+        rendering: "upstream", or "fast" for no shadows, reflections and multisampling.
+        noise: standard deviation of what is added to the executed translation, which lies in [-1, 1]; the recorded
+            action is the controller's own (DART, https://arxiv.org/abs/1703.09327).
+        seed: of the noise.
+        storage: how images are stored, "image" (lossless) or "video" (`video_codec`).
+    """
+
+    root: str
+    suite: str = "libero_spatial"
+    task_ids: tuple[int, ...] = (0, 1)
+    episodes_per_task: int = 5
+    first_state: int = 25
+    image_size: int = 128
+    rendering: str = "upstream"
+    noise: float = 0.2
+    seed: int = 0
+    storage: str = "image"
+    video_codec: str = "libsvtav1"
+    repo_id: str = "embodix/libero"
+    vocab_size: int = 1024
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task_ids", tuple(self.task_ids))
+        if not self.task_ids or len(set(self.task_ids)) != len(self.task_ids):
+            raise ValueError(f"`task_ids` must be different numbers of tasks, got {list(self.task_ids)}.")
+        if self.storage not in ("image", "video"):
+            raise ValueError(f"`storage` must be 'image' or 'video', got {self.storage!r}.")
+        if self.rendering not in RENDERINGS:
+            raise ValueError(f"`rendering` must be one of {list(RENDERINGS)}, got {self.rendering!r}.")
+        for name in ("episodes_per_task", "image_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.noise < 0.0 or self.first_state < 0:
+            raise ValueError(f"`noise` and `first_state` must not be negative, got {self.noise}, {self.first_state}.")
+
+    def dataset_settings(self) -> dict[str, Any]:
+        """What decides the content of the data set, as JSON types."""
+        settings = asdict(self) | {"task_ids": list(self.task_ids)}
+        return {name: value for name, value in settings.items() if name not in _HOW_AND_NOT_WHAT}
 
 
 @dataclass(frozen=True)
@@ -103,7 +156,7 @@ def _features(settings: LiberoRecordSettings) -> dict[str, dict[str, Any]]:
 
 
 def _demonstrations(settings: LiberoRecordSettings) -> Iterator[tuple[dict[str, Any], LiberoDemonstration]]:
-    from embodix_libero.scene import LiberoScene, task_numbers
+    from embodix_libero.simulator import LiberoScene, task_numbers
 
     size = {"observation_height": settings.image_size, "observation_width": settings.image_size}
     for number in task_numbers(settings.suite, settings.task_ids):

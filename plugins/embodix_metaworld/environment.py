@@ -16,10 +16,18 @@ from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 
-from embodix.data.rendering import select_gl_backend
-from embodix_metaworld.scene import ACTION_DIM, FPS, STATE_NAMES, check_cameras, check_state
-from embodix_metaworld.simulator import MetaWorldSimulator, MetaWorldSimulators, view_of
-from embodix_metaworld.task_sets import expand_tasks
+from embodix.simulation.rendering import select_gl_backend
+from embodix_metaworld.simulator import (
+    ACTION_DIM,
+    FPS,
+    STATE_NAMES,
+    MetaWorldSimulator,
+    MetaWorldSimulators,
+    check_cameras,
+    check_state,
+    view_of,
+)
+from embodix_metaworld.tasks import expand_tasks
 
 GYM_ID = "embodix/MetaWorld-v3"
 

@@ -25,19 +25,10 @@ from embodix.data.recorded_dataset import (
     reuse_dataset,
     write_exact_quantiles,
 )
-from embodix.data.rendering import select_gl_backend
-from embodix_metaworld.expert import Demonstration
-from embodix_metaworld.instructions import instruction_for
-from embodix_metaworld.record_settings import RecordSettings
-from embodix_metaworld.recording_stage import EpisodeSummary, RecordingStage
-from embodix_metaworld.scene import (
-    ACTION_DIM,
-    ACTION_NAMES,
-    FPS,
-    check_cameras,
-    check_state,
-    task_names,
-)
+from embodix.simulation.rendering import select_gl_backend
+from embodix_metaworld.demonstrations import Demonstration, EpisodeSummary, RecordingStage, RecordSettings
+from embodix_metaworld.simulator import ACTION_DIM, ACTION_NAMES, FPS, check_cameras, check_state
+from embodix_metaworld.tasks import instruction_for, task_names
 
 if TYPE_CHECKING:
     from lerobot.datasets.lerobot_dataset import LeRobotDataset

@@ -8,7 +8,7 @@ from embodix.hookspecs import Registration, hookimpl
 
 @hookimpl
 def register_environments() -> list[Registration]:
-    environments = "embodix_rlinf_sims.environments"
+    environments = "embodix_rlinf_sims.environment"
     return [
         Registration(
             "embodix_maniskill",

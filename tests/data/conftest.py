@@ -1,43 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small recording, made once."""
+"""Data sets made of a small recording, or beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from embodix.data.recorded_dataset import RecordedDataset
 from embodix.testing.datasets import write_dataset
-from embodix_metaworld.record_settings import RecordSettings
+from embodix_metaworld.demonstrations import RecordSettings
 from embodix_metaworld.recorder import record_metaworld
-
-
-@pytest.fixture(scope="session")
-def small_settings() -> Callable[..., RecordSettings]:
-    """Two tasks, one episode each, small images, recorded in this process; changed as a test asks."""
-
-    def make(root: Path, **changes: Any) -> RecordSettings:
-        settings = {
-            "tasks": ("reach-v3", "button-press-topdown-v3"),
-            "episodes_per_task": 1,
-            "image_size": 32,
-            "num_workers": 1,
-            "drift_fraction": 0.0,
-            "progress": False,
-        }
-        return RecordSettings(root=str(root), **{**settings, **changes})
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def recorded(
-    tmp_path_factory: pytest.TempPathFactory, small_settings: Callable[..., RecordSettings]
-) -> RecordedDataset:
-    return record_metaworld(small_settings(tmp_path_factory.mktemp("recorded") / "dataset"))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from embodix.data import rendering
+from embodix.simulation import rendering
 
 
 def test_a_backend_that_renders_is_found():
@@ -37,7 +37,7 @@ def test_without_any_backend_the_error_has_every_reason(monkeypatch):
 
 def test_a_mujoco_that_was_imported_before_renders_too():
     script = (
-        "import mujoco, os; from embodix_metaworld.scene import MetaWorldScene; "
+        "import mujoco, os; from embodix_metaworld.simulator import MetaWorldScene; "
         "scene = MetaWorldScene('reach-v3', ('front',), 32); scene.reset(0); "
         "print(scene.render()['front'].std() > 5, flush=True); os._exit(0)"
     )

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from embodix.data.tokenizer import build_tokenizer, offline_tokenizer
 from embodix.policies.support import support_of
-from embodix_metaworld.instructions import INSTRUCTIONS
+from embodix_metaworld.tasks import INSTRUCTIONS
 
 HUB_ID = support_of("pi05").tokenizer_hub_id
 CORPUS = sorted(INSTRUCTIONS.values())

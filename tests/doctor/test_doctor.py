@@ -13,14 +13,23 @@ import torch
 
 from embodix.cli import doctor
 from embodix.config.compose import compose
-from embodix.doctor import diagnose as diagnose_module
-from embodix.doctor import machine
-from embodix.doctor.findings import find_implementations, find_patches, find_versions
-from embodix.doctor.machine import AttentionTarget, MachineFinding, rendering_problem
+from embodix.contracts import SimulatorStatus
+from embodix.doctor import needs as needs_module
+from embodix.doctor.findings import (
+    AttentionTarget,
+    MachineFinding,
+    find_environments,
+    find_implementations,
+    find_patches,
+    find_versions,
+    inspect_machine,
+)
 from embodix.doctor.needs import attention_target
 from embodix.patching import patch_names
-from embodix.plugins import PluginError, PluginRegistry, load_plugins, registry
-from embodix_rlinf_sims import needs as rlinf_needs
+from embodix.plugins import ENTRY_POINT_GROUP, PluginError, PluginRegistry, load_plugins, registry
+from embodix.simulation.rendering import GL_BACKENDS, probe_gl_backend
+from embodix_libero.environment import EmbodixLiberoConfig
+from embodix_rlinf_sims import environment as rlinf_sims
 
 HEALTHY_MACHINE = MachineFinding(
     python="3.12", system="Linux", cpu="a CPU", num_cores=2, memory_gib=8.0, rendering={"egl": None, "osmesa": "absent"}
@@ -33,7 +42,7 @@ def a_machine(monkeypatch):
 
     def see(**changes):
         finding = MachineFinding(**(vars(HEALTHY_MACHINE) | changes))
-        monkeypatch.setattr(diagnose_module, "inspect_machine", lambda: finding)
+        monkeypatch.setattr(needs_module, "inspect_machine", lambda: finding)
 
     see()
     return see
@@ -158,18 +167,42 @@ def test_an_env_needs_one_backend_that_renders(a_machine, capsys):
     assert "egl: no driver; osmesa: no library" in need
 
 
-def test_libero_is_needed_only_when_it_is_asked_for(a_machine, capsys):
-    a_machine(libero_problem="its assets are missing")
+@pytest.mark.parametrize("env", ["env=libero", "+env={type: libero}"])
+def test_libero_is_needed_only_when_it_is_asked_for(a_machine, capsys, monkeypatch, env):
+    status = SimulatorStatus("hf-libero 0.1.3", "its assets are missing. Run `make libero`.")
+    monkeypatch.setattr(EmbodixLiberoConfig, "status", staticmethod(lambda: status))
     assert _needs(capsys, "policy=pi05_small") == []
-    (need,) = _needs(capsys, "policy=pi05_small", "env=libero")
+    (need,) = _needs(capsys, "policy=pi05_small", env)
     assert "its assets are missing. Run `make libero`" in need
-    a_machine(libero_problem=None)
-    assert _needs(capsys, "policy=pi05_small", "env=libero") == []
+    monkeypatch.setattr(EmbodixLiberoConfig, "status", staticmethod(lambda: SimulatorStatus("hf-libero 0.1.3", None)))
+    assert _needs(capsys, "policy=pi05_small", env) == []
+
+
+def test_an_environment_tells_what_there_is_of_its_simulator(a_machine, capsys, monkeypatch):
+    (name,) = find_environments(registry())
+    assert name == "embodix_libero"
+    status = SimulatorStatus("hf-libero 0.1.3, assets from the hub", "its configuration is missing")
+    monkeypatch.setattr(EmbodixLiberoConfig, "status", staticmethod(lambda: status))
+    doctor.run(["policy=pi05_small", "--json"])
+    assert json.loads(capsys.readouterr().out)["environments"] == {name: vars(status)}
+    doctor.run(["policy=pi05_small"])
+    shown = capsys.readouterr().out
+    assert status.found in shown and status.problem in shown
+
+
+def test_an_environment_whose_plugin_is_hidden_is_said_to_be_missing(a_machine, capsys, monkeypatch):
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    without = load_plugins(point for point in points if point.name != "libero")
+    monkeypatch.setattr(doctor, "load_plugins", lambda: without)
+    (need,) = _needs(capsys, "policy=pi05_small", "+env={type: embodix_libero}")
+    assert "env.type=embodix_libero is not there: No environment is called 'embodix_libero'" in need
+    assert "known: embodix_isaaclab, embodix_maniskill, embodix_metaworld" in need
+    assert _needs(capsys, "policy=pi05_small", "env=metaworld") == []
 
 
 @pytest.mark.parametrize(("option", "simulator"), [("maniskill", "maniskill_lacks"), ("isaaclab", "isaaclab_lacks")])
 def test_a_gpu_simulator_names_all_that_it_lacks(a_machine, capsys, monkeypatch, option, simulator):
-    monkeypatch.setattr(rlinf_needs, simulator, lambda *backend: ["no package", f"no driver {backend}"])
+    monkeypatch.setattr(rlinf_sims, simulator, lambda *backend: ["no package", f"no driver {backend}"])
     needs = _needs(capsys, "policy=pi05_small", f"env={option}")
     backend = ("gpu",) if option == "maniskill" else ()
     assert f"env.type=embodix_{option} can't run: no package" in needs
@@ -228,16 +261,18 @@ def test_ranges_come_from_the_metadata_of_embodix_and_lerobot():
     versions = {version.distribution: version for version in find_versions()}
     assert versions["lerobot"].wanted == "==0.5.1" and versions["lerobot"].required
     assert versions["transformers"].wanted and versions["transformers"].required
+    assert {"metaworld", "mujoco", "hf-libero", "peft", "torchao", "ray", "rlinf"} <= set(versions)
+    assert "pytest" not in versions
     assert versions["flash-attn"].wanted and not versions["flash-attn"].required
     assert all(version.problem is None for version in versions.values() if version.found)
 
 
 def test_rendering_is_tried_for_real():
-    assert "no_such_backend" in (rendering_problem("no_such_backend") or "")
+    assert "no_such_backend" in (probe_gl_backend("no_such_backend") or "")
 
 
 def test_this_machine_is_described():
-    found = machine.inspect_machine()
+    found = inspect_machine()
     assert found.num_cores >= 1 and found.memory_gib > 0 and found.cpu
     assert bool(found.gpus) != bool(found.gpu_problem)
-    assert set(found.rendering) == set(machine.RENDERING_BACKENDS)
+    assert set(found.rendering) == set(GL_BACKENDS)

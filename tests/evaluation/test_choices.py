@@ -13,13 +13,11 @@ from lerobot.envs.configs import PushtEnv
 from lerobot.policies.act.configuration_act import ACTConfig
 from omegaconf import OmegaConf
 
-from embodix import hydra_conf
 from embodix.checkpoints.env_features import require_fitting_features
 from embodix.checkpoints.model_folder import find_model
-from embodix.config.compose import compose
-from embodix.evaluation.choices import check_choices, policy_choices
-from embodix.evaluation.named_checkpoints import name_checkpoints
-from embodix.evaluation.policy_actors import other_instructions
+from embodix.config.compose import compose, options_of
+from embodix.evaluation.choices import check_choices, name_checkpoints, policy_choices
+from embodix.evaluation.controls import other_instructions
 from embodix.evaluation.session import default_num_workers
 from embodix.training.host_config import decode_env
 from embodix_metaworld.environment import EmbodixMetaworldConfig
@@ -152,10 +150,14 @@ def test_features_of_policy_and_environment_must_fit() -> None:
 
 
 NO_SIMULATORS = {"none", "latency"}  # declared times, for `lerobot rl` alone
-OPTIONS = sorted({p.stem for folder in hydra_conf.__path__ for p in Path(folder).glob("env/*.yaml")} - NO_SIMULATORS)
+ENVIRONMENTS = [option for option in options_of("env") if option not in NO_SIMULATORS]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+def test_every_simulator_is_an_option() -> None:
+    assert {"metaworld", "libero", "libero_10", "pusht", "maniskill", "isaaclab"} <= set(ENVIRONMENTS)
+
+
+@pytest.mark.parametrize("option", ENVIRONMENTS)
 def test_every_environment_composes_and_decodes_without_its_simulator(option: str) -> None:
     node: Any = OmegaConf.to_container(compose("eval", [f"env={option}"]).env, resolve=True)
     env = decode_env(node)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embodix.evaluation.controls import applicable_controls, mean_action_sequence
-from embodix_metaworld.record_settings import RecordSettings
+from embodix_metaworld.demonstrations import RecordSettings
 from embodix_metaworld.recorder import record_metaworld
 
 TASK = "drawer-close-v3"

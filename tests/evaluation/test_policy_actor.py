@@ -19,7 +19,7 @@ from embodix.evaluation.actors import PolicyActor, Request
 from embodix.evaluation.engine import EngineSettings, run_episodes
 from embodix.evaluation.episodes import Episode, plan_episodes
 from embodix.evaluation.noise import EpisodeNoise, episode_generator
-from embodix.evaluation.simulators import simulators_of
+from embodix.simulation.simulators import simulators_of
 from embodix.testing.simulators import PointSimulators
 
 SIMULATORS = PointSimulators()

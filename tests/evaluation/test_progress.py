@@ -8,7 +8,7 @@ import io
 from rich.console import Console
 
 from embodix.evaluation.episodes import plan_episodes
-from embodix.evaluation.progress import EvaluationProgress
+from embodix.evaluation.session import EvaluationProgress
 
 
 def shown(num_episodes: int, *, terminal: bool) -> str:

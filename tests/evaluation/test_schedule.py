@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embodix.evaluation.engine import EpisodeSchedule
 from embodix.evaluation.episodes import Episode, plan_episodes
-from embodix.evaluation.schedule import Schedule
 
 episodes_of_tasks = st.lists(st.integers(1, 7), min_size=1, max_size=5).map(
     lambda counts: [Episode(f"task{task}", seed) for task, count in enumerate(counts) for seed in range(count)]
@@ -19,7 +19,7 @@ episodes_of_tasks = st.lists(st.integers(1, 7), min_size=1, max_size=5).map(
 
 def hand_out(episodes, num_slots, num_groups, order):
     """What each slot gets when the slots finish in an order drawn from `order`."""
-    schedule = Schedule(episodes, num_slots, num_groups)
+    schedule = EpisodeSchedule(episodes, num_slots, num_groups)
     taken = {slot: [schedule.next(slot)] for slots in schedule.groups for slot in slots}
     busy = sorted(taken)
     while busy:
@@ -45,7 +45,7 @@ def test_every_episode_is_handed_out_once_whoever_finishes_first(episodes, num_s
 
 @given(episodes_of_tasks, st.integers(1, 9), st.lists(st.integers(0, 99), max_size=40))
 def test_a_slot_leaves_a_task_only_when_nothing_of_it_is_left(episodes, num_slots, order):
-    schedule = Schedule(episodes, num_slots, 2)
+    schedule = EpisodeSchedule(episodes, num_slots, 2)
     left = Counter(episode.task for episode in episodes)
     current = {}
     for slot in range(schedule.num_slots):
@@ -66,7 +66,7 @@ def test_a_slot_leaves_a_task_only_when_nothing_of_it_is_left(episodes, num_slot
 
 
 def test_slots_are_spread_over_the_tasks():
-    schedule = Schedule(plan_episodes(["a", "b", "c"], 4, 0), num_slots=6, num_groups=2)
+    schedule = EpisodeSchedule(plan_episodes(["a", "b", "c"], 4, 0), num_slots=6, num_groups=2)
     firsts = [schedule.next(slot) for slot in range(6)]
     assert [index // 4 for index in firsts] == [0, 1, 2, 0, 1, 2]
 

@@ -15,16 +15,15 @@ from embodix.contracts import HasExpert
 from embodix.evaluation.actors import ExpertActor, ReplayActor
 from embodix.evaluation.engine import EngineSettings, run_episodes
 from embodix.evaluation.episodes import Episode
-from embodix.evaluation.simulators import simulators_of
+from embodix.simulation.simulators import simulators_of
 from embodix_metaworld.environment import EmbodixMetaworldConfig
-from embodix_metaworld.instructions import INSTRUCTIONS
-from embodix_metaworld.scene import FRAME_SIZE, MetaWorldScene
-from embodix_metaworld.simulator import MetaWorldSimulator, MetaWorldView
+from embodix_metaworld.simulator import FRAME_SIZE, MetaWorldScene, MetaWorldSimulator, MetaWorldView
+from embodix_metaworld.tasks import INSTRUCTIONS
 
 TASK = "button-press-topdown-v3"
 BUILD = """
 import pickle, sys
-import embodix.evaluation.simulation
+import embodix.evaluation.episodes
 simulators = pickle.loads(bytes.fromhex(sys.argv[1]))
 simulator = simulators.build("reach-v3")
 simulator.reset(0)

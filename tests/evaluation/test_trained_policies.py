@@ -18,7 +18,7 @@ from embodix.evaluation.actors import PolicyActor
 from embodix.evaluation.engine import Engine, EngineSettings, run_episodes
 from embodix.evaluation.episodes import plan_episodes
 from embodix.evaluation.noise import EpisodeNoise, episode_generator
-from embodix.evaluation.simulators import simulators_of
+from embodix.simulation.simulators import simulators_of
 from embodix.testing.host_runs import train_here
 from embodix_groot.testing import small_groot_run
 from embodix_metaworld.environment import EmbodixMetaworldConfig

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from embodix.evaluation.actors import ExpertActor, ReplayActor
-from embodix.evaluation.engine import Engine, EngineSettings, run_episodes
+from embodix.evaluation.engine import Engine, EngineSettings, SimulatorError, run_episodes
 from embodix.evaluation.episodes import plan_episodes
-from embodix.evaluation.simulators import SimulatorError
 from embodix.testing.simulators import Accident, PointSimulator, PointSimulators
 
 EPISODES = plan_episodes(PointSimulators().tasks, 5, first_seed=40)
@@ -74,7 +73,7 @@ def test_a_worker_killed_from_outside_changes_nothing_else(wander, undisturbed):
                 killed.append(worker.process)
 
         disturbed = engine.run(actor, EPISODES, on_result=kill_one)
-    assert [process.returncode for process in killed] == [-signal.SIGKILL] * 2
+    assert [process.exit_code() for process in killed] == [-signal.SIGKILL] * 2
     assert without_repeats(disturbed) == results
     assert actor.batches == batches
     assert sum(result.num_repeats for result in disturbed) > 0

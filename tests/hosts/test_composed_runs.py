@@ -29,7 +29,7 @@ TWO_BINS = "packing.options.bins_per_step=2"
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two tasks of one episode, one of two cameras absent in some episodes; a prompt holds the state."""
-    from embodix_metaworld.record_settings import RecordSettings
+    from embodix_metaworld.demonstrations import RecordSettings
     from embodix_metaworld.recorder import record_metaworld
 
     root = tmp_path_factory.mktemp("recording") / "dataset"

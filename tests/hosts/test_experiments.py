@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 from embodix import hydra_conf
 from embodix.config.compose import compose
 from embodix.training.host_config import decode_host_config, require_landed_groups
-from embodix_metaworld.instructions import instruction_for
-from embodix_metaworld.scene import task_names
+from embodix_metaworld.tasks import instruction_for, task_names
 
 EXPERIMENTS = sorted(
     path.stem

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from embodix.data.rendering import select_gl_backend
+from embodix.simulation.rendering import select_gl_backend
 from embodix.testing.host_runs import train_here
 from embodix_pi05.testing import small_run
 

@@ -59,8 +59,8 @@ def _evaluate(sessions: list[TrainingSession], cfg: DictConfig, output_dir: Path
     from embodix.config.compose import compose
     from embodix.evaluation.controls import applicable_controls
     from embodix.evaluation.evaluate import run_evaluation
-    from embodix.evaluation.simulators import simulators_of
     from embodix.report.evaluation_page import print_evaluations
+    from embodix.simulation.simulators import simulators_of
 
     overrides = [
         f"eval.n_episodes={cfg.eval.n_episodes}",

@@ -8,12 +8,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
 from embodix.cli.hydra_app import run_hydra_app
+from embodix.config.compose import options_of
 
 
 def data_task(cfg: DictConfig) -> None:
-    """Record with the registered data source that the config names."""
+    """Record with the registered data source that the config names.
+
+    Raises:
+        ValueError: it names none.
+    """
     fields = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(fields, dict)
+    if "source" not in fields:
+        raise ValueError(f"Name what to record: lerobot data <{'|'.join(options_of('data'))}> root=<folder>.")
     source = str(fields.pop("source"))
     record = plugins.resolve("data_sources", source)
     record(instantiate(fields, _convert_="all"))

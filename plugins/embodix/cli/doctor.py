@@ -16,7 +16,7 @@ from rich.console import Console
 from embodix.cli.hydra_app import explain
 from embodix.config.compose import compose
 from embodix.doctor.console import show
-from embodix.doctor.diagnose import diagnose
+from embodix.doctor.needs import diagnose
 from embodix.plugins import PluginError, load_plugins
 
 WIDTH_OF_FILES = 150

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from embodix.doctor.findings import Diagnosis, VersionFinding
-from embodix.doctor.machine import MachineFinding
+from embodix.contracts import SimulatorStatus
+from embodix.doctor.findings import Diagnosis, MachineFinding, VersionFinding
 
 OK, BROKEN, ABSENT = "[green]ok[/]", "[red]broken[/]", "[dim]not installed[/]"
 
@@ -27,7 +27,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     console.print(_patch_table(diagnosis))
     console.print(_version_table(diagnosis.versions))
     if diagnosis.machine is not None:
-        console.print(_machine_table(diagnosis.machine))
+        console.print(_machine_table(diagnosis.machine, diagnosis.environments))
     _show_verdict(diagnosis, console)
 
 
@@ -75,7 +75,7 @@ def _version_table(versions: list[VersionFinding]) -> Table:
     return table
 
 
-def _machine_table(machine: MachineFinding) -> Table:
+def _machine_table(machine: MachineFinding, environments: dict[str, SimulatorStatus]) -> Table:
     table = _table("Machine", ["part", "found"])
     table.add_row("Python", machine.python)
     table.add_row("system", machine.system)
@@ -83,8 +83,9 @@ def _machine_table(machine: MachineFinding) -> Table:
     table.add_row("GPU", "\n".join(machine.gpus) or f"none: {escape(machine.gpu_problem or 'no device')}")
     for backend, problem in machine.rendering.items():
         table.add_row(f"rendering, {backend}", f"[yellow]{escape(problem)}[/]" if problem else OK)
-    lacking = f"[yellow]{escape(machine.libero_problem)}; `make libero` sets it up[/]" if machine.libero_problem else OK
-    table.add_row("LIBERO", f"{escape(machine.libero)} {lacking}".strip())
+    for name, status in environments.items():
+        state = f"[yellow]{escape(status.problem)}[/]" if status.problem else OK
+        table.add_row(name, f"{escape(status.found)} {state}".strip())
     return table
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a composed config needs of this installation, and which of it is missing or broken.
+"""The whole examination: what is here, what a composed config needs of it, and which of that is missing or broken.
 
 Each check reads one part of the config and yields one sentence a fault: the rule, what was got, what to do.
 """
@@ -11,23 +11,56 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from embodix.doctor.findings import Diagnosis, VersionFinding, implementation_problem
-from embodix.doctor.machine import AttentionTarget, MachineFinding
+from embodix.contracts import TellsProblems
+from embodix.doctor.findings import (
+    AttentionTarget,
+    Diagnosis,
+    MachineFinding,
+    VersionFinding,
+    default_target,
+    find_environments,
+    find_implementations,
+    find_patches,
+    find_plugins,
+    find_versions,
+    implementation_problem,
+    inspect_machine,
+)
 from embodix.patching import PatchError, patch_module
 from embodix.plugins import PluginError, PluginRegistry
 from embodix.policies.support import support_of
+from embodix.simulation.simulators import STANDS_IN
 from embodix.training.host_context import POLICY_GUARDS
-from embodix_rlinf_sims import needs as rlinf_needs
 
 # The choices that leave upstream's own computation in place, so that no policy wrapper is needed.
 UPSTREAM_CHOICES = {"packing": "none", "attention": "upstream", "vision_tokens": "upstream", "action_pad": "host"}
+
+
+def diagnose(registry: PluginRegistry, config: DictConfig | None = None) -> Diagnosis:
+    """Examine this installation; with a config, also list in ``needs`` what that config lacks.
+
+    Attention backends are tried on the config's device, dtype and head size; without a config, for this
+    machine's default device.
+    """
+    target = default_target() if config is None else attention_target(config)
+    diagnosis = Diagnosis(
+        plugins=find_plugins(registry),
+        implementations=find_implementations(registry, target),
+        patches=find_patches(),
+        versions=find_versions(),
+        machine=inspect_machine(),
+        environments=find_environments(registry),
+    )
+    if config is not None:
+        diagnosis.needs = unmet_needs(config, registry, diagnosis)
+    return diagnosis
 
 
 def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnosis) -> list[str]:
     """Every fault of this installation that stops a run of ``config``."""
     faults = [*_versions(diagnosis.versions), *_plugins(config, registry), *_patches(config)]
     faults += [*_implementations(config, registry), *_precision(config, registry), *_quantization(config, registry)]
-    faults += _gpu_simulators(config)
+    faults += _environment(config, registry)
     if diagnosis.machine is not None:
         faults += _machine(config, diagnosis.machine)
     return faults
@@ -140,19 +173,23 @@ def _machine(config: DictConfig, machine: MachineFinding) -> Iterator[str]:
     if _select(config, "env") and all(machine.rendering.values()):
         reasons = "; ".join(f"{backend}: {reason}" for backend, reason in machine.rendering.items())
         yield f"env renders off-screen, and no backend can: {reasons}. Install libegl1 and libegl-mesa0, or libosmesa6."
-    if "libero" in str(_select(config, "env.type")) and machine.libero_problem:
-        yield f"env={_select(config, 'env.type')} is not ready: {machine.libero_problem}. Run `make libero`."
 
 
-def _gpu_simulators(config: DictConfig) -> Iterator[str]:
-    """What RLinf's simulators lack; each reason is found by trying."""
+def _environment(config: DictConfig, registry: PluginRegistry) -> Iterator[str]:
+    """What an environment says it lacks, LeRobot's own by the one that stands in for it; and one that is not there."""
     env_type = _select(config, "env.type")
-    if env_type == "embodix_maniskill":
-        backend = str(_select(config, "env.options.init_params.sim_backend") or "gpu")
-        reasons = rlinf_needs.maniskill_lacks(backend)
-    else:
-        reasons = rlinf_needs.isaaclab_lacks() if env_type == "embodix_isaaclab" else []
-    yield from (f"env.type={env_type} can't run: {reason}" for reason in reasons)
+    known = [name for name in (env_type, f"{STANDS_IN}{env_type}") if name in registry.names("environments")]
+    try:
+        if str(env_type).startswith(STANDS_IN):
+            registry.registration("environments", env_type)
+        environment = registry.resolve("environments", known[0]) if known else None
+    except PluginError as error:
+        if not known:  # one that can't be imported is told of as an implementation
+            yield f"env.type={env_type} is not there: {error}"
+        return
+    if isinstance(environment, TellsProblems):
+        fields: Any = OmegaConf.to_container(config.env, resolve=True)
+        yield from (f"env.type={env_type} can't run: {problem}" for problem in environment.problems(fields))
 
 
 def _backends(registry: PluginRegistry) -> list[str]:

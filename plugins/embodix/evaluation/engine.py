@@ -12,6 +12,7 @@ without anybody else noticing.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,16 +23,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodix.evaluation.actors import Actor, ExpertActor, Request
-from embodix.evaluation.episodes import Episode, EpisodeResult
-from embodix.evaluation.schedule import Schedule
-from embodix.evaluation.simulation import Begin, Command, Continue, Failed, Finished, Ready
-from embodix.evaluation.simulators import SimulatorError
+from embodix.evaluation.episodes import Begin, Command, Continue, Episode, EpisodeResult, Failed, Finished, Ready
 from embodix.evaluation.workers import InProcess, Lost, Processes, Workers
 
 if TYPE_CHECKING:
     from embodix.contracts import Simulators
 
 OnResult = Callable[[EpisodeResult], None]
+
+
+class SimulatorError(RuntimeError):
+    """A simulator can't be set up here, or fails again and again."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Engine:
     Several runs, of a policy and its controls for example, share the workers and the simulators they have built.
 
     Args:
-        simulators: of an environment config, see `embodix.evaluation.simulators.simulators_of`.
+        simulators: of an environment config, see `embodix.simulation.simulators.simulators_of`.
         settings: how to run.
     """
 
@@ -167,6 +169,53 @@ def _worker_of(settings: EngineSettings, num_workers: int) -> list[int]:
     return [slot // settings.num_groups % num_workers for slot in slots]
 
 
+class EpisodeSchedule:
+    """Hands the episodes out to slots, each once: a function of the episodes and the order in which slots ask.
+
+    A slot keeps its task while that task has episodes left, since another task means another simulator. Then it
+    goes where the fewest slots are, and among those where the most episodes are left.
+
+    Args:
+        episodes: what to run.
+        num_slots: episodes simulated at once.
+        num_groups: groups of slots that take turns; a slot belongs to group ``slot % num_groups``.
+
+    Attributes:
+        groups: the slots of each group; there are no more slots than episodes and no empty groups.
+    """
+
+    def __init__(self, episodes: Sequence[Episode], num_slots: int, num_groups: int) -> None:
+        self._left: dict[str, deque[int]] = {}
+        for index, episode in enumerate(episodes):
+            self._left.setdefault(episode.task, deque()).append(index)
+        num_slots = min(num_slots, len(episodes))
+        num_groups = min(num_groups, num_slots)
+        self.num_slots = num_slots
+        self.groups = [list(range(group, num_slots, num_groups)) for group in range(num_groups)]
+        self._task_of: dict[int, str] = {}
+        self._first: dict[int, int | None] = {slot: self._take(slot) for slot in range(num_slots)}
+
+    def next(self, slot: int) -> int | None:
+        """The index of the slot's next episode, None when it has nothing left to do."""
+        if slot in self._first:
+            return self._first.pop(slot)
+        return self._take(slot)
+
+    def _take(self, slot: int) -> int | None:
+        task = self._task_of.pop(slot, None)
+        if task is None or not self._left[task]:
+            task = self._neediest_task()
+        if task is None:
+            return None
+        self._task_of[slot] = task
+        return self._left[task].popleft()
+
+    def _neediest_task(self) -> str | None:
+        occupied = list(self._task_of.values())
+        waiting = [task for task, indices in self._left.items() if indices]
+        return min(waiting, key=lambda task: (occupied.count(task), -len(self._left[task])), default=None)
+
+
 class _Run:
     """One run of an actor over episodes."""
 
@@ -180,7 +229,7 @@ class _Run:
     ) -> None:
         self._workers, self._settings, self._actor = workers, settings, actor
         self._episodes, self._on_result = episodes, on_result
-        self._schedule = Schedule(episodes, settings.num_slots, settings.num_groups)
+        self._schedule = EpisodeSchedule(episodes, settings.num_slots, settings.num_groups)
         self._attempts: dict[int, _Attempt] = {}
         self._results: dict[int, EpisodeResult] = {}
         self._recorded = _recorded(episodes, settings.videos)

@@ -19,15 +19,11 @@ from embodix.checkpoints.policy_loading import loaded_policy
 from embodix.config.compose import options_of
 from embodix.contracts import Simulators
 from embodix.evaluation.actors import Actor, ExpertActor, ReplayActor
-from embodix.evaluation.choices import check_choices, needs_policy, policy_choices
-from embodix.evaluation.controls import mean_action_sequence
+from embodix.evaluation.choices import check_choices, name_checkpoints, needs_policy, policy_choices
+from embodix.evaluation.controls import PolicyActors, mean_action_sequence
 from embodix.evaluation.engine import EngineSettings
 from embodix.evaluation.episodes import plan_episodes
-from embodix.evaluation.named_checkpoints import name_checkpoints
-from embodix.evaluation.policy_actors import PolicyActors
-from embodix.evaluation.progress import EvaluationProgress
-from embodix.evaluation.session import ActorRun, EvaluationSession, default_num_workers
-from embodix.evaluation.simulators import simulators_of
+from embodix.evaluation.session import ActorRun, EvaluationProgress, EvaluationSession, default_num_workers
 from embodix.report.evaluation import (
     EPISODES_FILE,
     RESULTS_FILE,
@@ -40,6 +36,7 @@ from embodix.report.evaluation import (
 )
 from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
 from embodix.report.manifest import write_text_atomically
+from embodix.simulation.simulators import simulators_of
 from embodix.training.host_config import decode_env
 
 PAGE_FILE, PAIRS_FILE = "results.html", "pairs.json"

@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from functools import partial
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 from embodix.contracts import Simulators
-from embodix.evaluation.simulation import Begin, Command, Ready, Reply, Simulations
+from embodix.evaluation.episodes import Begin, Command, Ready, Reply, SlotSimulators
+from embodix.simulation.process import SimulatorProcess
 
 JOIN_TIMEOUT_S = 10.0
-SERVE = "import sys; from embodix.evaluation.simulation import serve; serve(int(sys.argv[1]))"
 
 
 @dataclass(frozen=True)
@@ -45,13 +42,13 @@ class InProcess:
     """Simulators in this process, executed when a command is sent."""
 
     def __init__(self, simulators: Simulators) -> None:
-        self._simulations = Simulations(simulators)
+        self._simulators = SlotSimulators(simulators)
         self._replies: dict[int, Reply] = {}
 
     def send(self, commands: Sequence[Command]) -> None:
         """Execute the commands."""
         for command in commands:
-            self._replies[command.slot] = self._simulations.execute(command)
+            self._replies[command.slot] = self._simulators.execute(command)
 
     def receive(self, slots: Collection[int]) -> list[Reply | Lost]:
         """The replies of all these slots."""
@@ -59,15 +56,14 @@ class InProcess:
 
     def close(self) -> None:
         """Close the simulators."""
-        self._simulations.close()
+        self._simulators.close()
 
 
 @dataclass
 class _Worker:
     """A worker process, the slots whose reply is outstanding, and those with an episode under way."""
 
-    process: subprocess.Popen[bytes]
-    connection: Connection[Any, Any]
+    process: SimulatorProcess
     awaited: set[int] = field(default_factory=set)
     running: set[int] = field(default_factory=set)
 
@@ -106,7 +102,7 @@ class Processes:
             worker.awaited |= slots
             worker.running |= slots
             try:
-                worker.connection.send(batch)
+                worker.process.send(batch)
             except OSError:
                 self._replace(index)
 
@@ -119,37 +115,24 @@ class Processes:
     def close(self) -> None:
         """Let the workers close their simulators and end; one that does not is killed."""
         for worker in self._workers:
-            worker.connection.close()
+            worker.process.hang_up()
         for worker in self._workers:
-            try:
-                worker.process.wait(JOIN_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+            worker.process.end(JOIN_TIMEOUT_S)
 
     def _start(self) -> _Worker:
-        """A fresh interpreter: OpenGL contexts do not survive a fork, and `multiprocessing` would import the parent's
-        main module, which tends to import torch."""
-        ours, theirs = Pipe()
-        command = [sys.executable, "-P", "-c", SERVE, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
-        with suppress(BrokenPipeError):  # a process that died at once is found out by the first command
-            ours.send(sys.path)
-            ours.send(self._simulators)
-        return _Worker(process, ours)
+        return _Worker(SimulatorProcess(partial(SlotSimulators, self._simulators)))
 
     def _listen(self, indices: set[int]) -> None:
-        connections = {self._workers[index].connection: index for index in indices}
-        ready = wait(list(connections), self._timeout_s)
+        processes: dict[Any, int] = {self._workers[index].process: index for index in indices}
+        ready = wait(list(processes), self._timeout_s)
         if not ready:
             for index in indices:
                 self._replace(index, f"no answer came from its worker for {self._timeout_s:g} s")
-        for connection in ready:
-            index = connections[connection]  # type: ignore[index]
+        for process in ready:
+            index = processes[process]
             worker = self._workers[index]
             try:
-                reply: Reply = worker.connection.recv()
+                reply: Reply = worker.process.receive()
             except (EOFError, OSError):
                 self._replace(index)
                 continue
@@ -161,10 +144,10 @@ class Processes:
     def _replace(self, index: int, reason: str | None = None) -> None:
         """Put a fresh process in a worker's place and say which episodes are lost."""
         worker = self._workers[index]
-        worker.connection.close()
+        worker.process.hang_up()
         if reason is not None:
             worker.process.kill()
-        exit_code = worker.process.wait()
+        exit_code = worker.process.exit_code()
         reason = reason or f"its worker process died with exit code {exit_code}"
         logging.warning("A simulation worker is replaced: %s.", reason)
         self._workers[index] = self._start()

@@ -8,12 +8,12 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from embodix.contracts import StepOutcome
 from embodix.evaluation.episodes import Episode
-from embodix.evaluation.simulators import StepOutcome
 
 REACH = 0.15  # how near the goal is success
 STRIDE = 0.2  # of an action of 1
@@ -62,9 +62,13 @@ class PointSimulators:
     @property
     def env_cfg(self) -> Any:
         """A config of LeRobot whose own processors do nothing."""
-        from lerobot.envs.configs import PushtEnv
+        from lerobot.envs.configs import EnvConfig
 
-        return PushtEnv()
+        class PointEnv(EnvConfig):
+            type: ClassVar[str] = "point"
+            gym_kwargs: ClassVar[dict[str, Any]] = {}
+
+        return PointEnv()
 
     def build(self, task: str) -> PointSimulator:
         """The simulator of a task."""

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodix.contracts import Simulators
-from embodix.evaluation.simulators import StepOutcome
+from embodix.contracts import Simulators, StepOutcome
 from embodix_rl.rlinf.episode_seeds import EpisodeSeeds
 from embodix_rl.rlinf.episodes import EpisodeStatistics
 from embodix_rl.rlinf.observations import cameras_of, to_host
@@ -187,7 +186,7 @@ def _stacked(observations: list[Any]) -> Any:
 def _configured(env: Any) -> Simulators:
     from omegaconf import OmegaConf
 
-    from embodix.evaluation.simulators import simulators_of
+    from embodix.simulation.simulators import simulators_of
     from embodix.training.host_config import decode_env
 
     node: Any = OmegaConf.to_container(env, resolve=True)

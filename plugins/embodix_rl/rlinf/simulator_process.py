@@ -1,30 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulators in a process of their own, which may crash or hang without taking anything else along.
+"""A worker's environments in a process of their own, which may crash or hang without taking the worker along.
 
 RLinf's environment worker stands in groups and channels that only its own process can be part of, so it can't be
 started again alone; its simulators can. `RemoteSimulators` looks to the worker like their environment class.
 
-One request is under way at a time. Tensors travel as the bytes of arrays (`encode`): PyTorch's own way of sending them
-between processes shares memory that both must keep alive.
+One request is under way at a time.
 """
 
 from __future__ import annotations
 
-import ctypes
-import io
-import os
-import pickle
-import signal
-import subprocess
-import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-PATIENCE_S = 5.0  # for a killed process to be gone
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+from embodix.simulation.process import SimulatorProcess
 
 
 class SimulatorLostError(RuntimeError):
@@ -44,25 +34,6 @@ class SimulatorDeadlines:
     reset_s: float
 
 
-class _TensorsAsArrays(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
-        if (kind.__module__, kind.__name__) != ("torch", "Tensor"):
-            return NotImplemented
-        import torch  # it is there: a simulator without tensors does not wait for it
-
-        if obj.device.type != "cpu" or obj.dtype is torch.bfloat16:
-            return NotImplemented
-        return torch.from_numpy, (obj.detach().contiguous().numpy(),)
-
-
-def encode(message: Any) -> memoryview:
-    """A message as bytes, for `pickle.loads`."""
-    buffer = io.BytesIO()
-    _TensorsAsArrays(buffer, protocol=5).dump(message)
-    return buffer.getbuffer()
-
-
 class RemoteSimulators:
     """The environments of one worker in one process.
 
@@ -78,8 +49,7 @@ class RemoteSimulators:
         self._name, self._deadlines = name, deadlines
         self._builds: list[tuple[Callable[..., Any], dict[str, Any]]] = []
         self._progress: list[Any] = []
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
+        self._process: SimulatorProcess | None = None
         self.life = 0  # how often the process has been lost
 
     @property
@@ -94,7 +64,7 @@ class RemoteSimulators:
             SimulatorLostError: it can't be made.
         """
         if self._process is None:
-            self._start()
+            self._process = SimulatorProcess(_Served)
         self._builds.append((factory, arguments))
         self._progress.append(self._ask("build", (factory, arguments, None), self._deadlines.reset_s))
         return RemoteEnvironment(self, len(self._builds) - 1)
@@ -119,8 +89,8 @@ class RemoteSimulators:
         Raises:
             SimulatorLostError: they can't be made again.
         """
-        self.kill()
-        self._start()
+        self.close()
+        self._process = SimulatorProcess(_Served)
         for number, build in enumerate(self._builds):
             self._progress[number] = self._ask("build", (*build, self._progress[number]), self._deadlines.reset_s)
 
@@ -129,56 +99,34 @@ class RemoteSimulators:
         process = self._process
         if process is not None:
             process.kill()
-            process.wait(PATIENCE_S)
 
     def close(self) -> None:
         """End the process when nothing waits for it."""
         self.kill()
-        self._forget()
-
-    def _start(self) -> None:
-        self._forget()
-        ours, theirs = Pipe()
-        os.set_inheritable(theirs.fileno(), True)
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        theirs.close()
-        self._pipe = ours
-
-    def _forget(self) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-        self._pipe = self._process = None
+        if self._process is not None:
+            self._process.hang_up()
+        self._process = None
 
     def _ask(self, kind: str, request: tuple[Any, ...], limit_s: float) -> Any:
         doing = f"{request[1]} of its environment {request[0]}" if kind == "call" else "building an environment"
-        if self._pipe is None:
+        process = self._process
+        if process is None:
             raise SimulatorLostError(f"The simulators of {self._name} do not run ({doing}).")
         try:
-            self._pipe.send_bytes(encode((kind, request)))
-            if not self._pipe.poll(limit_s):
-                raise self._lost(f"hung: no answer to {doing} within {limit_s:g} s")
-            failure, answer = pickle.loads(self._pipe.recv_bytes())
+            process.send((kind, request))
+            failure, answer = process.receive(limit_s)
+        except TimeoutError:
+            raise self._lost(f"hung: no answer to {doing} within {limit_s:g} s") from None
         except (EOFError, OSError):
-            raise self._lost(f"crashed at {doing}, exit code {self._exit_code()}") from None
+            raise self._lost(f"crashed at {doing}, exit code {process.exit_code()}") from None
         if failure is not None:
             raise self._lost(f"raised at {doing}:\n{failure}")
         return answer
 
     def _lost(self, what: str) -> SimulatorLostError:
-        self.kill()
-        self._forget()
+        self.close()
         self.life += 1
         return SimulatorLostError(f"The simulators of {self._name} {what}")
-
-    def _exit_code(self) -> int:
-        """How the process ended, which it may just be doing."""
-        assert self._process is not None
-        try:
-            return self._process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait(PATIENCE_S)
 
 
 class RemoteEnvironment:
@@ -211,46 +159,27 @@ class _Served:
     def __init__(self) -> None:
         self._environments: list[Any] = []
 
-    def build(self, factory: Callable[..., Any], arguments: dict[str, Any], progress: Any) -> Any:
+    def answer(self, message: tuple[str, tuple[Any, ...]]) -> Iterator[tuple[str | None, Any]]:
+        """Of one request: what it raised, or what came of it."""
+        kind, request = message
+        try:
+            yield None, getattr(self, f"_{kind}")(*request)
+        except Exception:  # whatever a simulator raises is told to the worker, which decides
+            yield traceback.format_exc(), None
+
+    def close(self) -> None:
+        """Nothing to do: the environments end with their process."""
+
+    def _build(self, factory: Callable[..., Any], arguments: dict[str, Any], progress: Any) -> Any:
         environment = factory(**arguments)
         if progress is not None:
             environment.go_on(progress)
         self._environments.append(environment)
         return environment.progress()
 
-    def call(self, number: int, method: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
+    def _call(self, number: int, method: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
         environment = self._environments[number]
         for name, value in attributes.items():
             setattr(environment, name, value)
         answer = getattr(environment, method)(*args)
         return answer, environment.progress()
-
-
-def serve(pipe: Connection) -> None:
-    """Answer requests until the other end is gone."""
-    served = _Served()
-    while True:
-        try:
-            kind, request = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        answered: tuple[str | None, Any]
-        try:
-            answered = (None, getattr(served, kind)(*request))
-        except Exception:  # whatever a simulator raises is told to the worker, which decides
-            answered = (traceback.format_exc(), None)
-        pipe.send_bytes(encode(answered))
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends: one that hangs would not notice."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which ends its workers
-    _die_with(int(sys.argv[2]))
-    serve(Connection(int(sys.argv[1])))

@@ -13,8 +13,8 @@ from lerobot.envs.factory import make_env
 from lerobot.envs.utils import add_envs_task, close_envs, env_to_policy_features, preprocess_observation
 
 from embodix_metaworld.environment import EmbodixMetaworldConfig, MetaWorldEnv
-from embodix_metaworld.instructions import INSTRUCTIONS
-from embodix_metaworld.scene import CAMERA_VIEWS, MetaWorldScene
+from embodix_metaworld.simulator import CAMERA_VIEWS, MetaWorldScene
+from embodix_metaworld.tasks import INSTRUCTIONS
 
 TASK = "button-press-topdown-v3"
 

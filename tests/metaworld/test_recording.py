@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from omegaconf import OmegaConf
 
 import embodix_metaworld.recorder as metaworld
+from embodix.cli.data import data_task
 from embodix.data.recorded_dataset import MANIFEST_FILE, episodes_of_task, read_manifest
 from embodix.data.tokenizer import offline_tokenizer
-from embodix_metaworld.expert import demonstrate
-from embodix_metaworld.instructions import INSTRUCTIONS, instruction_for
+from embodix_metaworld.demonstrations import RecordingStage, demonstrate
 from embodix_metaworld.recorder import record_metaworld
-from embodix_metaworld.recording_stage import RecordingStage
-from embodix_metaworld.scene import MetaWorldScene
+from embodix_metaworld.simulator import MetaWorldScene
+from embodix_metaworld.tasks import INSTRUCTIONS, instruction_for
 
 TASKS = ("reach-v3", "button-press-topdown-v3")
 
@@ -100,14 +101,14 @@ def test_an_interrupted_recording_continues_where_it_stopped(recorded, tmp_path,
         recorded_here.append((scene.task, episode))
         return demonstrate(scene, settings, episode)
 
-    monkeypatch.setattr("embodix_metaworld.recording_stage.demonstrate", demonstrate_once)
+    monkeypatch.setattr("embodix_metaworld.demonstrations.demonstrate", demonstrate_once)
     with pytest.raises(KeyboardInterrupt):
         record_metaworld(small_settings(root))
     assert not root.exists()
 
     continued = []
     monkeypatch.setattr(
-        "embodix_metaworld.recording_stage.demonstrate",
+        "embodix_metaworld.demonstrations.demonstrate",
         lambda scene, settings, episode: continued.append(scene.task) or demonstrate(scene, settings, episode),
     )
     record_metaworld(small_settings(root))
@@ -129,7 +130,7 @@ def test_a_full_disk_while_writing_leaves_no_dataset_and_loses_no_episode(
         with pytest.raises(OSError, match="No space left"):
             record_metaworld(small_settings(root))
     assert not root.exists()
-    monkeypatch.setattr("embodix_metaworld.recording_stage.demonstrate", lambda *_: pytest.fail("recorded twice"))
+    monkeypatch.setattr("embodix_metaworld.demonstrations.demonstrate", lambda *_: pytest.fail("recorded twice"))
     assert_equal_frames(frames(record_metaworld(small_settings(root)).root), frames(recorded.root))
 
 
@@ -168,7 +169,7 @@ def test_a_failed_attempt_is_drawn_again_with_another_seed(tmp_path, small_setti
 
 
 def test_an_expert_that_never_succeeds_is_an_error(tmp_path, monkeypatch, small_settings):
-    monkeypatch.setattr("embodix_metaworld.expert.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("embodix_metaworld.demonstrations.MAX_ATTEMPTS", 2)
     with pytest.raises(RuntimeError, match="reach-v3 failed 2 times in a row within 1 steps"):
         record_metaworld(small_settings(tmp_path / "dataset", max_episode_steps=1))
 
@@ -260,3 +261,8 @@ def test_the_recorder_is_a_registered_data_source():
     from embodix.plugins import resolve
 
     assert resolve("data_sources", "metaworld") is metaworld.record_metaworld
+
+
+def test_a_recording_without_a_source_is_told_the_sources():
+    with pytest.raises(ValueError, match=r"lerobot data <learn_metaworld\|libero\|metaworld> root=<folder>"):
+        data_task(OmegaConf.create({}))

@@ -2,12 +2,16 @@
 """RLinf's own Isaac Lab and ManiSkill environments as simulators of the evaluation engine.
 
 RLinf (0.3.0, rlinf/envs) builds and steps them; here its observations get LeRobot's keys, and one environment is run
-at a time. Importing this module imports neither RLinf nor a simulator.
+at a time. What they need and lack on a machine is found by trying it in processes of their own. Importing this module
+imports neither RLinf nor a simulator.
 """
 
 from __future__ import annotations
 
 import abc
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -17,8 +21,24 @@ from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 
-from embodix.evaluation.simulators import StepOutcome
-from embodix_rlinf_sims import needs as rlinf_needs
+from embodix.config.compose import options_of
+from embodix.contracts import StepOutcome
+from embodix.patching import version_problem
+
+RLINF_VERSIONS = ">=0.3.0,<0.4"
+# RLinf puts actions and observations on the device of the simulator.
+_USE_CUDA = "import torch; torch.zeros(1, device='cuda').add_(1).item()"
+# SAPIEN, ManiSkill's engine, needs Vulkan even where nothing is looked at.
+_RENDER_WITH_SAPIEN = """
+import sapien
+scene = sapien.Scene()
+camera = scene.add_camera("probe", 16, 16, 1.0, 0.01, 10.0)
+scene.set_ambient_light([1.0, 1.0, 1.0])
+scene.update_render()
+camera.take_picture()
+if camera.get_picture("Color").shape[:2] != (16, 16):
+    raise RuntimeError("the camera gave no picture")
+"""
 
 
 @dataclass
@@ -32,6 +52,7 @@ class RlinfEnvConfig(EnvConfig, abc.ABC):
     """
 
     rlinf_type: ClassVar[str]
+    simulator_name: ClassVar[str]
 
     fps: int = 20
     episode_length: int = 80
@@ -63,9 +84,10 @@ class RlinfEnvConfig(EnvConfig, abc.ABC):
         """
         raise ValueError(f"{self.task} is RLinf's environment and runs in `lerobot eval` only.")
 
+    @staticmethod
     @abc.abstractmethod
-    def require_runnable(self) -> None:
-        """Raise ValueError with the reasons where the simulator can't run."""
+    def problems(fields: Mapping[str, Any]) -> list[str]:
+        """Why the simulator can't run here, one sentence a reason; none where it can."""
 
     def rlinf_config(self) -> dict[str, Any]:
         """RLinf's configuration of one environment that ends with its episode."""
@@ -89,7 +111,12 @@ class RlinfEnvConfig(EnvConfig, abc.ABC):
         """
         if not self.task:
             raise ValueError(f"env.task must be the id of an environment of RLinf's {self.rlinf_type}; got none.")
-        self.require_runnable()
+        reasons = self.problems(vars(self))
+        if reasons:
+            raise ValueError(
+                f"{self.simulator_name} can't run here: {'; '.join(reasons)}. It needs an NVIDIA GPU with its driver; "
+                f"choose another env: {', '.join(options_of('env'))}."
+            )
         return RlinfSimulators(self, (self.task,))
 
 
@@ -99,10 +126,12 @@ class RlinfManiskillConfig(RlinfEnvConfig):
     """ManiSkill by RLinf's ``ManiskillEnv``."""
 
     rlinf_type: ClassVar[str] = "maniskill"
+    simulator_name: ClassVar[str] = "ManiSkill"
 
-    def require_runnable(self) -> None:
-        backend = str(self.options.get("init_params", {}).get("sim_backend", "gpu"))
-        rlinf_needs.require("ManiSkill", lambda: rlinf_needs.maniskill_lacks(backend))
+    @staticmethod
+    def problems(fields: Mapping[str, Any]) -> list[str]:
+        init_params = (fields.get("options") or {}).get("init_params") or {}
+        return maniskill_lacks(str(init_params.get("sim_backend") or "gpu"))
 
 
 @EnvConfig.register_subclass("embodix_isaaclab")
@@ -111,14 +140,16 @@ class RlinfIsaaclabConfig(RlinfEnvConfig):
     """Isaac Lab by RLinf's registered tasks."""
 
     rlinf_type: ClassVar[str] = "isaaclab"
+    simulator_name: ClassVar[str] = "Isaac Lab"
 
     def rlinf_config(self) -> dict[str, Any]:
         config = super().rlinf_config()
         config["init_params"]["task_description"] = self.instruction
         return config
 
-    def require_runnable(self) -> None:
-        rlinf_needs.require("Isaac Lab", rlinf_needs.isaaclab_lacks)
+    @staticmethod
+    def problems(fields: Mapping[str, Any]) -> list[str]:
+        return isaaclab_lacks()
 
 
 @dataclass(frozen=True)
@@ -214,3 +245,50 @@ def _first(batch: Any) -> np.ndarray:
     """The only row of a batch, on the CPU."""
     row = batch[0]
     return row.detach().cpu().numpy() if hasattr(row, "detach") else np.asarray(row)
+
+
+def probe(script: str) -> str | None:
+    """Run a script in a process of its own; None if it ended well, else the last line of its error."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1] if lines else f"the probe ended with exit code {done.returncode}"
+
+
+def maniskill_lacks(sim_backend: str) -> list[str]:
+    """Why ManiSkill can't run here, one sentence a reason; none where it can.
+
+    Args:
+        sim_backend: of ManiSkill: ``gpu`` or ``cuda`` needs CUDA, ``cpu`` and ``physx_cpu`` do not.
+    """
+    lacks = _missing_packages({"mani_skill": "pip install mani-skill"})
+    if "cpu" not in sim_backend:
+        lacks += _failed({"CUDA": _USE_CUDA})
+    if importlib.util.find_spec("sapien") is not None:
+        lacks += _failed({"Vulkan rendering by SAPIEN": _RENDER_WITH_SAPIEN})
+    return lacks
+
+
+def isaaclab_lacks() -> list[str]:
+    """Why Isaac Lab can't run here, one sentence a reason; none where it can."""
+    packages = {
+        "isaaclab": "install Isaac Lab by its own guide, in this environment",
+        "isaacsim": "it comes with Isaac Lab",
+    }
+    return _missing_packages(packages) + _failed({"CUDA": _USE_CUDA})
+
+
+def _missing_packages(packages: dict[str, str]) -> list[str]:
+    problem = version_problem("rlinf", RLINF_VERSIONS)
+    missing = [f"{name} is not installed ({hint})" for name, hint in packages.items() if not _is_installed(name)]
+    return ([problem] if problem else []) + missing
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _failed(probes: dict[str, str]) -> list[str]:
+    reasons = {what: probe(script) for what, script in probes.items()}
+    return [f"{what} does not work: {reason}" for what, reason in reasons.items() if reason is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from embodix_metaworld.task_sets import expand_tasks, task_sets
+from embodix_metaworld.tasks import expand_tasks, task_sets
 
 
 def test_sets_have_their_published_sizes_and_hold_tasks_that_exist() -> None:

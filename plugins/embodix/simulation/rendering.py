@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 GL_BACKENDS = ("egl", "osmesa")
+PROBE_TIMEOUT_S = 120.0
 
 _RENDER_ONE_FRAME = """
 import mujoco
@@ -26,23 +27,25 @@ if image.max() == 0:
 def probe_gl_backend(backend: str) -> str | None:
     """Render one frame with a backend in a process of its own.
 
-    A process of its own, because PyOpenGL binds the first backend it meets and cannot change it.
+    A process of its own, because PyOpenGL binds the first backend it meets and cannot change it, and a driver may
+    crash.
 
     Returns:
-        None when a frame was rendered, else the reason why not (last line of the error).
+        None when a frame was rendered, else the reason why not.
     """
     environment = {**os.environ, "MUJOCO_GL": backend}
     environment.pop("PYOPENGL_PLATFORM", None)
-    probe = subprocess.run(
-        [sys.executable, "-c", _RENDER_ONE_FRAME],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", _RENDER_ONE_FRAME]
+    try:
+        probe = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=PROBE_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"rendering one frame took more than {PROBE_TIMEOUT_S:g} s"
     if probe.returncode == 0:
         return None
-    errors = [line for line in probe.stderr.splitlines() if "Error" in line and not line.startswith(" ")]
+    lines = [line for line in probe.stderr.splitlines() if line and not line.startswith(" ")]
+    errors = [line for line in lines if "Error" in line.split(":")[0]] or lines
     return errors[0] if errors else f"the probe ended with exit code {probe.returncode}"
 
 

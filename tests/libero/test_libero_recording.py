@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from embodix.data.recorded_dataset import read_manifest
-from embodix_libero.record_settings import LiberoRecordSettings
-from embodix_libero.recorder import policy_observation, record_libero
+from embodix_libero.recorder import LiberoRecordSettings, policy_observation, record_libero
 from embodix_libero.setup import inspect_libero
 
 PROBLEM = inspect_libero().problem

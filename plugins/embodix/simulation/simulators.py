@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any LeRobot environment as simulators, made by LeRobot's own `make_env`."""
+"""The simulators of a LeRobot environment config: its own, or any environment made by LeRobot's `make_env`.
+
+Importing this module imports neither torch nor LeRobot.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,25 @@ from typing import Any
 import numpy as np
 
 from embodix import plugins
-from embodix.evaluation.simulators import StepOutcome
+from embodix.contracts import Simulators, StepOutcome
 
 # A plugin's environment that stands in for one of LeRobot's whose reset(seed=s) does not decide the episode, so that no
 # result would repeat, is registered under LeRobot's type with this before it.
 STANDS_IN = "embodix_"
+
+
+def simulators_of(env_cfg: Any) -> Simulators:
+    """The simulators of a LeRobot environment config.
+
+    A config with a method `simulators()` decides itself; any other runs through LeRobot's own `make_env`.
+
+    Raises:
+        ValueError: an environment of LeRobot that ignores seeds; the message says what to use instead.
+    """
+    if hasattr(env_cfg, "simulators"):
+        simulators: Simulators = env_cfg.simulators()
+        return simulators
+    return GymSimulators.of(env_cfg)
 
 
 @dataclass(frozen=True)

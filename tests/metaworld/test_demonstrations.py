@@ -7,8 +7,8 @@ import mujoco
 import numpy as np
 import pytest
 
-from embodix_metaworld.expert import demonstrate
-from embodix_metaworld.scene import MetaWorldScene
+from embodix_metaworld.demonstrations import demonstrate
+from embodix_metaworld.simulator import MetaWorldScene
 
 
 @pytest.fixture

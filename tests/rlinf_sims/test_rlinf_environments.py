@@ -22,8 +22,8 @@ from embodix.evaluation.actors import ReplayActor
 from embodix.evaluation.engine import EngineSettings, run_episodes
 from embodix.evaluation.episodes import Episode
 from embodix.training.host_config import decode_env
-from embodix_rlinf_sims import needs as rlinf_needs
-from embodix_rlinf_sims.environments import RlinfEnvConfig, RlinfIsaaclabConfig, RlinfManiskillConfig
+from embodix_rlinf_sims import environment as rlinf_sims
+from embodix_rlinf_sims.environment import RlinfEnvConfig, RlinfIsaaclabConfig, RlinfManiskillConfig
 
 HEIGHT, WIDTH = 12, 16
 
@@ -73,8 +73,8 @@ def rlinf(monkeypatch: pytest.MonkeyPatch) -> None:
     envs.get_env_cls = lambda env_type, cfg: BatchOfOne  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rlinf", ModuleType("rlinf"))
     monkeypatch.setitem(sys.modules, "rlinf.envs", envs)
-    monkeypatch.setattr(rlinf_needs, "maniskill_lacks", lambda backend: [])
-    monkeypatch.setattr(rlinf_needs, "isaaclab_lacks", list)
+    monkeypatch.setattr(rlinf_sims, "maniskill_lacks", lambda backend: [])
+    monkeypatch.setattr(rlinf_sims, "isaaclab_lacks", list)
 
 
 def config(**changes: Any) -> RlinfManiskillConfig:
@@ -164,8 +164,8 @@ def test_sizes_that_differ_are_refused_with_the_right_ones(rlinf: None, changes:
 
 
 def test_every_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlinf_needs, "version_problem", lambda name, wanted: f"wanted {name}{wanted}, found none")
-    monkeypatch.setattr(rlinf_needs, "probe", lambda script: "RuntimeError: nothing here")
+    monkeypatch.setattr(rlinf_sims, "version_problem", lambda name, wanted: f"wanted {name}{wanted}, found none")
+    monkeypatch.setattr(rlinf_sims, "probe", lambda script: "RuntimeError: nothing here")
     installed = {"sapien"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if name in installed else None)
     with pytest.raises(ValueError, match="ManiSkill can't run here") as refused:
@@ -177,22 +177,22 @@ def test_every_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "Vulkan rendering by SAPIEN does not work: RuntimeError: nothing here",
     ):
         assert reason in str(refused.value)
-    assert not any("CUDA" in reason for reason in rlinf_needs.maniskill_lacks("physx_cpu"))
+    assert not any("CUDA" in reason for reason in rlinf_sims.maniskill_lacks("physx_cpu"))
     with pytest.raises(
         ValueError, match=r"Isaac Lab can't run here: .*isaaclab is not installed.*isaacsim.*CUDA does not work"
     ):
         RlinfIsaaclabConfig(task="Isaac-Stack").simulators()
     installed |= {"mani_skill", "isaaclab", "isaacsim"}
-    monkeypatch.setattr(rlinf_needs, "version_problem", lambda name, wanted: None)
-    monkeypatch.setattr(rlinf_needs, "probe", lambda script: None)
-    assert rlinf_needs.maniskill_lacks("gpu") == rlinf_needs.isaaclab_lacks() == []
+    monkeypatch.setattr(rlinf_sims, "version_problem", lambda name, wanted: None)
+    monkeypatch.setattr(rlinf_sims, "probe", lambda script: None)
+    assert rlinf_sims.maniskill_lacks("gpu") == rlinf_sims.isaaclab_lacks() == []
     with pytest.raises(ValueError, match=r"env\.task must be the id"):
         RlinfIsaaclabConfig().simulators()
 
 
 def test_a_probe_reports_what_it_met() -> None:
-    assert rlinf_needs.probe("pass") is None
-    assert rlinf_needs.probe("raise RuntimeError('failed to find a rendering device')") == (
+    assert rlinf_sims.probe("pass") is None
+    assert rlinf_sims.probe("raise RuntimeError('failed to find a rendering device')") == (
         "RuntimeError: failed to find a rendering device"
     )
-    assert (rlinf_needs.probe(rlinf_needs._USE_CUDA) is None) == torch.cuda.is_available()
+    assert (rlinf_sims.probe(rlinf_sims._USE_CUDA) is None) == torch.cuda.is_available()
