@@ -10,6 +10,8 @@ from functools import cache
 
 import pytest
 import torch
+from embodix_rl.objectives.log_probs import at_level
+from embodix_rl.objectives.ratios import ratio_statistics
 
 from embodix.attention.segment import SegmentAuto
 from embodix.packing.packers import PaddedPacker, PaddingFreePacker
@@ -23,8 +25,6 @@ from embodix_rl.flow.build import flow_policy
 from embodix_rl.flow.chain import ChainSettings
 from embodix_rl.flow.flow_policy import AFTER_KEY, BEFORE_KEY, STEP_KEY
 from embodix_rl.flow.value_head import ValueSettings
-from embodix_rl.objectives.log_probs import at_level
-from embodix_rl.objectives.ratios import ratio_statistics
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())
 DENSE = FastPathSettings(PaddedPacker(), None)

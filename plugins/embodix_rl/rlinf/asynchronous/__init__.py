@@ -10,8 +10,7 @@
 `components`          the conductor's components around calls of worker groups
 `driver`              the runner class
 `trajectory_samples`  a trajectory as chunks to train on, by RLinf's own functions
-`update`              a global batch's gradient from samples that arrive one by one
-`minibatches`         one optimizer step a version, or several
+`version_update`      what trains one policy version: gradients as samples arrive, one optimizer step or several
 `evaluation`          evaluations beside training, as the driver asks for them
 `weight_parts`        a model's weights as parts of a version
 ====================  ==================================================================================

@@ -16,8 +16,8 @@ from rlinf.data.embodied_io_struct import Trajectory, convert_trajectories_to_ba
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor
 from torch import Tensor
 
-from embodix_rl.objectives.objective import Sampled
-from embodix_rl.rlinf.asynchronous.update import ShardSamples
+from embodix_rl.objectives.objective import SampledChunks
+from embodix_rl.rlinf.asynchronous.version_update import ShardSamples
 
 
 class TrajectorySamples:
@@ -43,14 +43,13 @@ class TrajectorySamples:
         steps, envs = batch["prev_logprobs"].shape[:2]
         valid, weights, counted = self._masks(batch, steps, envs)
         values, returns = batch.get("prev_values"), estimated.get("returns")
-        sampled = Sampled(
+        sampled = SampledChunks(
             log_probs_BTA=batch["prev_logprobs"].flatten(0, 1),
             advantages_B=estimated["advantages"].reshape(-1),
             returns_B=None if returns is None else returns.reshape(-1),
             values_B=None if values is None or returns is None else values[:steps].reshape(-1),
             valid_B=valid,
             weights_B=weights,
-            versions_B=batch["versions"].flatten(0, 1).flatten(1)[:, 0].round().long(),
         )
         inputs = {name: value.flatten(0, 1) for name, value in batch["forward_inputs"].items()}
         return ShardSamples(inputs, sampled, counted, shard, steps)

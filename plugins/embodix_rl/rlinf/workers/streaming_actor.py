@@ -23,7 +23,7 @@ from rlinf.utils.utils import reshape_entropy  # noqa: E402
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from embodix_rl.objectives.objective import Sampled  # noqa: E402
+from embodix_rl.objectives.objective import SampledChunks  # noqa: E402
 from embodix_rl.rlinf.asynchronous.exchange import (  # noqa: E402
     TAKEN,
     ChannelReceive,
@@ -33,10 +33,16 @@ from embodix_rl.rlinf.asynchronous.exchange import (  # noqa: E402
     samples_key,
     weights_key,
 )
-from embodix_rl.rlinf.asynchronous.minibatches import MiniBatches, OneStep, VersionUpdate  # noqa: E402
 from embodix_rl.rlinf.asynchronous.queue_checkpoint import load_trajectories, save_trajectories  # noqa: E402
 from embodix_rl.rlinf.asynchronous.trajectory_samples import TrajectorySamples  # noqa: E402
-from embodix_rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of  # noqa: E402
+from embodix_rl.rlinf.asynchronous.version_update import (  # noqa: E402
+    MiniBatches,
+    OneStep,
+    ShardSamples,
+    StreamedUpdate,
+    VersionUpdate,
+    objective_of,
+)
 from embodix_rl.rlinf.asynchronous.weight_parts import split_weights  # noqa: E402
 from embodix_rl.rlinf.sizes import PPO  # noqa: E402
 from embodix_rl.rlinf.workers.actor import CountingActor  # noqa: E402
@@ -183,7 +189,7 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
         samples = self._samples_of(trajectory, shard)
         parts = {"inputs": samples.inputs, "sampled": dict(vars(samples.sampled))}
         on_device = put_tensor_device(parts, self.device)
-        return replace(samples, inputs=on_device["inputs"], sampled=Sampled(**on_device["sampled"]))
+        return replace(samples, inputs=on_device["inputs"], sampled=SampledChunks(**on_device["sampled"]))
 
     def _do(self, work: Sequence[Work]) -> dict[str, float]:
         """Train what may be trained; the last work of a batch are its optimizer steps."""
@@ -206,7 +212,7 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
             if sample.payload is None:  # masked
                 continue
             if isinstance(one, Train):
-                self._update.train(sample.payload, one.scale, int(self.version))
+                self._update.train(sample.payload, one.scale)
             else:
                 self._update.prepare(sample.payload)
         return {}
