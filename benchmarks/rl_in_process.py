@@ -45,10 +45,8 @@ from embodix.packing.packers import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix_metaworld.environment import EmbodixMetaworldConfig
-from embodix_rl.flow.build import flow_policy
 from embodix_rl.flow.chain import ChainSettings
-from embodix_rl.flow.flow_policy import FlowPolicy
-from embodix_rl.flow.value_head import ValueSettings
+from embodix_rl.flow.flow_policy import FlowPolicy, ValueSettings, flow_policy
 from embodix_rl.objectives.objective import ObjectiveSettings, SampledChunks, ValueLossSettings
 
 TRAIN_SEEDS, SCORE_SEEDS = 500_000, 900_000
@@ -171,9 +169,10 @@ class Trainer:
 
     def __init__(self, policy: FlowPolicy, recipe: Recipe) -> None:
         self.policy, self.recipe, self.version = policy, recipe, 0
-        self.optimizer = torch.optim.AdamW(
-            policy.parameter_groups(recipe.learning_rate, recipe.value_learning_rate), weight_decay=0.0
-        )
+        groups = [{"params": [one for one in policy.policy.parameters() if one.requires_grad]}]
+        if policy.value_head is not None:
+            groups.append({"params": list(policy.value_head.parameters()), "lr": recipe.value_learning_rate})
+        self.optimizer = torch.optim.AdamW(groups, recipe.learning_rate, weight_decay=0.0)
         value = ValueLossSettings() if policy.value_head is not None else None
         self.objective = ObjectiveSettings(value=value)
         self.settings = UpdateSettings(recipe.epochs, recipe.global_batch, micro_batch=64)

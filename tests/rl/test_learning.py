@@ -11,8 +11,7 @@ from torch import nn
 
 from embodix.policies.flow import FlowSizes, RecomputedSteps
 from embodix_rl.flow.chain import ChainSettings
-from embodix_rl.flow.flow_policy import FlowPolicy
-from embodix_rl.flow.value_head import ValueSettings
+from embodix_rl.flow.flow_policy import FlowPolicy, ValueSettings
 from embodix_rl.objectives.objective import ObjectiveSettings, SampledChunks, ValueLossSettings
 from embodix_rl.rlinf.asynchronous.version_update import MiniBatches, ShardSamples, StreamedUpdate
 from embodix_rl.scheduling.normalization import Scale

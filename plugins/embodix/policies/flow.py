@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a flow-matching policy of LeRobot has to offer to be sampled with log-probabilities.
 
-The direction is π0.5's (``transitions.py``): steps count from 0 (pure noise) to K - 1, the velocity is noise minus
+The direction is from noise to action: steps count from 0 (pure noise) to K - 1, the velocity is noise minus
 action.
 
 Shape suffixes: B observations, F stochastic steps of each, T action steps, A padded action dimensions, W a width.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from embodix_rl.rlinf.model_config import FLOW_MODEL, LATENCY_MODEL
+from embodix_rl.rlinf.task_config import FLOW_MODEL, LATENCY_MODEL
 
 
 def build_latency_policy(cfg: Any, torch_dtype: Any) -> Any:

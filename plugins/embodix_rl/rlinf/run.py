@@ -17,12 +17,12 @@ from embodix.patching import patched
 from embodix.report.manifest import collect_manifest
 from embodix_rl.report.rl_steps import RlRates, RlStep, rates, read_rl_steps
 from embodix_rl.rlinf import extension
-from embodix_rl.rlinf.environment_config import is_latency
 from embodix_rl.rlinf.faults import WorkerFailedError
 from embodix_rl.rlinf.metrics import StepRecorder
 from embodix_rl.rlinf.needs import require_hosts
 from embodix_rl.rlinf.plan import RunPlan, plan_run
 from embodix_rl.rlinf.ray_cluster import RunCluster, run_cluster
+from embodix_rl.rlinf.task_config import is_latency
 
 METRICS_FILE, MANIFEST_FILE, HOST_CONFIG_FILE = "metrics.jsonl", "manifest.json", "rlinf.yaml"
 LATENCY_NOTE = (

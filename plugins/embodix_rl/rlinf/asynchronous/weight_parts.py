@@ -34,6 +34,7 @@ class ModelBuffer:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._weights: dict[str, Any] = model.state_dict()
+        self._tell_changed = getattr(model, "weights_changed", None)  # of a model that computes with a copy of them
 
     @property
     def names(self) -> list[str]:
@@ -49,3 +50,5 @@ class ModelBuffer:
         """
         for name, weight in part.payload.items():
             self._weights[name].copy_(weight)
+        if self._tell_changed is not None:
+            self._tell_changed()

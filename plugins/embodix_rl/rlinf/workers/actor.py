@@ -15,7 +15,7 @@ from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E40
 
 from embodix_rl.rlinf.consumption import Consumption  # noqa: E402
 from embodix_rl.rlinf.export import export_saved  # noqa: E402
-from embodix_rl.rlinf.model_config import FLOW_MODEL  # noqa: E402
+from embodix_rl.rlinf.task_config import FLOW_MODEL  # noqa: E402
 from embodix_rl.rlinf.workers.reporting import ReportingWorker  # noqa: E402
 
 
