@@ -14,7 +14,7 @@ from embodix_rl.flow.chain import ChainSettings
 from embodix_rl.flow.flow_policy import FlowPolicy, ValueSettings
 from embodix_rl.objectives.objective import ObjectiveSettings, SampledChunks, ValueLossSettings
 from embodix_rl.rlinf.asynchronous.version_update import MiniBatches, ShardSamples, StreamedUpdate
-from embodix_rl.scheduling.normalization import Scale
+from embodix_rl.scheduling.streamer import Scale
 
 SIZES = FlowSizes(4, num_predicted=2, num_executed=1, padded_dims=2, action_dims=2, prefix_width=2, action_width=32)
 GROUP = 8

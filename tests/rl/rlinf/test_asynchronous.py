@@ -32,12 +32,12 @@ from embodix_rl.rlinf.asynchronous.version_update import ShardSamples, StreamedU
 from embodix_rl.rlinf.asynchronous.weight_parts import ModelBuffer, split_weights
 from embodix_rl.rlinf.faults import WorkerFailedError
 from embodix_rl.rlinf.plan import plan_run
-from embodix_rl.scheduling.normalization import Moments
 from embodix_rl.scheduling.staleness import GateSettings, StalenessGate
+from embodix_rl.scheduling.streamer import AdvantageMoments
+from embodix_rl.scheduling.virtual_clock import run_virtually
 from embodix_rl.scheduling.waiting import WaitTimeout
 from embodix_rl.scheduling.weights import Part
 from embodix_rl.testing.rl_updates import PPO_ALGORITHM
-from embodix_rl.testing.virtual_clock import run_virtually
 
 
 class Channel:
@@ -110,7 +110,7 @@ def test_every_run_ends_and_each_sample_is_trained_once_and_in_time(num_batches,
         async def trainer() -> None:
             nonlocal version_in_use
             while not gate.is_over:
-                for finished_one in await gate.take_batch():
+                for finished_one in [await gate.take() for _ in range(gate.settings.batch_size)]:
                     assert 0 <= gate.version - finished_one.ticket.version <= staleness
                 await asyncio.sleep(train_s)
                 await gate.advance(gate.version + 1)
@@ -186,7 +186,7 @@ def test_workers_are_stopped_when_they_do_not_end_by_themselves(ends_alone):
             return stopped
 
         component = WorkersComponent("rollout workers", None, lambda: work, stop, ends_alone=ends_alone)
-        await component.start(False)
+        await component.start()
         running = asyncio.ensure_future(component.run())
         await component.drain("finish")
         if ends_alone:
@@ -296,7 +296,7 @@ def test_fresh_samples_have_no_correction_and_stale_ones_are_weighted():
     weights = []
     for one in (fresh, stale):
         update = StreamedUpdate(policy, objective_of(PPO_ALGORITHM, 5.0), 8)
-        update.train(one, Moments().scale())
+        update.train(one, AdvantageMoments().scale())
         weights.append(update.finish(policy.parameters()))
     assert weights[0]["actor/behaviour_weight_mean"] == pytest.approx(1.0)
     assert weights[0]["actor/cap_fraction"] == 0.0 and weights[1]["actor/cap_fraction"] == 1.0

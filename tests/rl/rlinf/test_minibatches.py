@@ -25,7 +25,7 @@ from embodix_rl.rlinf.asynchronous.version_update import (
     objective_of,
 )
 from embodix_rl.rlinf.needs import missing
-from embodix_rl.scheduling.normalization import Scale
+from embodix_rl.scheduling.streamer import Scale
 from embodix_rl.testing.rl_updates import GRPO_ALGORITHM
 
 STEPS, ENVS = 3, 2

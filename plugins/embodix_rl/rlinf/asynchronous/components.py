@@ -97,8 +97,7 @@ class WorkersComponent:
         self._who, self._prepare, self._work, self._stop = who, prepare, work, stop
         self._ends_alone = ends_alone
 
-    async def start(self, is_restart: bool) -> None:
-        assert not is_restart
+    async def start(self) -> None:
         if self._prepare is not None:
             await finished(self._prepare(), self._who)
 
@@ -132,8 +131,7 @@ class DriverComponent:
         self._work, self._start, self._ends_alone = work, start, ends_alone
         self._cut = asyncio.Event()
 
-    async def start(self, is_restart: bool) -> None:
-        assert not is_restart
+    async def start(self) -> None:
         if self._start is not None:
             await self._start()
 

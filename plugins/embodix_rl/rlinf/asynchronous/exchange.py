@@ -69,14 +69,14 @@ class Adopted:
 
 
 @dataclass(frozen=True)
-class Lost:
+class SimulatorsLost:
     """`worker` is about to start its simulators again, because of `reason`."""
 
     worker: str
     reason: str
 
 
-Event = Asks | Delivered | Adopted | Lost
+Event = Asks | Delivered | Adopted | SimulatorsLost
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from embodix_rl.objectives.objective import (
     chunk_losses,
 )
 from embodix_rl.objectives.policy_loss import PolicyLossSettings, RatioStatistics
-from embodix_rl.scheduling.normalization import Moments, Scale
+from embodix_rl.scheduling.streamer import AdvantageMoments, Scale
 
 LEVELS: dict[str, Any] = {"chunk_level": "chunk", "action_level": "action", "token_level": "element"}
 Evaluate = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | None]]
@@ -85,13 +85,13 @@ class ShardSamples:
         return float((self.sampled.valid_B if self.counted_N is None else self.counted_N).sum())
 
     @property
-    def moments(self) -> Moments:
+    def moments(self) -> AdvantageMoments:
         """Of the valid advantages."""
         valid = self.sampled.advantages_B[self.sampled.valid_B].double()
         if not valid.numel():
-            return Moments()
+            return AdvantageMoments()
         mean = valid.mean()
-        return Moments(float(valid.numel()), float(mean), float((valid - mean).square().sum()))
+        return AdvantageMoments(float(valid.numel()), float(mean), float((valid - mean).square().sum()))
 
 
 class StreamedUpdate:

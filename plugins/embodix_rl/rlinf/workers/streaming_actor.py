@@ -46,7 +46,7 @@ from embodix_rl.rlinf.asynchronous.version_update import (  # noqa: E402
 from embodix_rl.rlinf.asynchronous.weight_parts import split_weights  # noqa: E402
 from embodix_rl.rlinf.sizes import PPO  # noqa: E402
 from embodix_rl.rlinf.workers.actor import CountingActor  # noqa: E402
-from embodix_rl.scheduling.streamer import MicroBatchStreamer, Prepare, Sample, Step, Train, Work  # noqa: E402
+from embodix_rl.scheduling.streamer import MicroBatchStreamer, OptimizerStepDue, Prepare, StreamedSample, Train, Work  # noqa: E402
 from embodix_rl.scheduling.waiting import waiting  # noqa: E402
 from embodix_rl.scheduling.weights import WeightMessage, WeightSender  # noqa: E402
 
@@ -178,11 +178,11 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
 
     def _add(self, trajectory: Trajectory | Masked, shard: str) -> list[Work]:
         if isinstance(trajectory, Masked):
-            return self._streamer.add(Sample(None))
+            return self._streamer.add(StreamedSample(None))
         self._num_valid += 1
         self.count_versions(trajectory.versions, fresh=True)
         samples = self._prepared(trajectory, shard)
-        return self._streamer.add(Sample(samples, advantages=samples.moments))
+        return self._streamer.add(StreamedSample(samples, advantages=samples.moments))
 
     def _prepared(self, trajectory: Trajectory, shard: str) -> ShardSamples:
         """The chunks of a trajectory, on the device."""
@@ -203,7 +203,7 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
         return metrics
 
     def _work(self, one: Work) -> dict[str, float]:
-        if isinstance(one, Step):
+        if isinstance(one, OptimizerStepDue):
             metrics = self._update.finish() if self._num_valid else {}  # of masked ones there is nothing to learn
             self._num_valid = 0
             self.lr_scheduler.step()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from embodix_rl.scheduling.staleness import Finished, Ticket
+from embodix_rl.scheduling.staleness import FinishedSample, Ticket
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Pacing(Protocol):
 
     async def admit(self, who: str) -> Ticket | None: ...
 
-    async def finish(self, finished: Finished) -> None: ...
+    async def finish(self, finished: FinishedSample) -> None: ...
 
 
 class StockStore:
@@ -53,9 +53,9 @@ class StockStore:
     async def admit(self, who: str) -> Ticket | None:
         """Always."""
         self._num_tickets += 1
-        return Ticket(self._num_tickets, self.version, self.version, 1, who)
+        return Ticket(self._num_tickets, self.version, self.version, who)
 
-    async def finish(self, finished: Finished) -> None:
+    async def finish(self, finished: FinishedSample) -> None:
         arrived: Trajectory = finished.payload
         arrived.sequence = finished.ticket.number
         self._stored.append(arrived)

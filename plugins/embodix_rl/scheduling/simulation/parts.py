@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from embodix_rl.report.timeline_file import Span
-from embodix_rl.scheduling.batcher import Batch, DynamicBatcher, Request
+from embodix_rl.scheduling.batcher import Batch, DynamicBatcher, InferenceRequest
 from embodix_rl.scheduling.channels import ChannelClosed, Mailbox
 from embodix_rl.scheduling.protocol import DrainMode
 from embodix_rl.scheduling.simulation.pacing import Pacing, StockStore, Trajectory
 from embodix_rl.scheduling.simulation.workload import Workload
-from embodix_rl.scheduling.staleness import Finished, StalenessGate
-from embodix_rl.scheduling.streamer import MicroBatchStreamer, Prepare, Sample, Train, Work
+from embodix_rl.scheduling.staleness import FinishedSample, StalenessGate
+from embodix_rl.scheduling.streamer import MicroBatchStreamer, Prepare, StreamedSample, Train, Work
 from embodix_rl.scheduling.timeline import Timeline
 from embodix_rl.scheduling.weights import Part, WeightMessage, WeightReceiver, WeightSender
 
@@ -27,8 +27,7 @@ ROLLOUT = "rollout 0"
 class SimulatedPart:
     """A component without a process: nothing to start or to kill."""
 
-    async def start(self, is_restart: bool) -> None:
-        assert not is_restart
+    async def start(self) -> None: ...
 
     async def drain(self, mode: DrainMode) -> None:
         """Ends by itself when its neighbours have."""
@@ -43,7 +42,7 @@ class EnvWorker(SimulatedPart):
         self,
         index: int,
         workload: Workload,
-        inboxes: Sequence[Mailbox[Request[Mailbox[int]]]],
+        inboxes: Sequence[Mailbox[InferenceRequest[Mailbox[int]]]],
         num_shards: int,
         pacing: Pacing,
         timeline: Timeline,
@@ -76,12 +75,12 @@ class EnvWorker(SimulatedPart):
             for _ in range(workload.num_steps):
                 await asyncio.sleep(workload.message_s)
                 name = f"{self._index}.{shard}"
-                await inbox.send(Request(actions, num_envs, name, self._who, loop.time(), worked_s))
+                await inbox.send(InferenceRequest(actions, num_envs, name, self._who, loop.time(), worked_s))
                 versions.append(await actions.receive())
                 worked_s = step_s()
                 await self._step(worked_s, admitted_at)
             frames = num_envs * workload.chunk * workload.num_steps
-            await self._pacing.finish(Finished(ticket, Trajectory(frames, min(versions))))
+            await self._pacing.finish(FinishedSample(ticket, Trajectory(frames, min(versions))))
 
     async def _step(self, seconds: float, admitted_at: float) -> None:
         async with self._process:
@@ -127,7 +126,7 @@ class StockQueue:
 
     TIMEOUT_S = 0.02
 
-    def __init__(self, inbox: Mailbox[Request[Mailbox[int]]], most: int) -> None:
+    def __init__(self, inbox: Mailbox[InferenceRequest[Mailbox[int]]], most: int) -> None:
         self._inbox, self._most = inbox, most
 
     async def next_batch(self) -> Batch[Mailbox[int]]:
@@ -149,7 +148,7 @@ class RolloutWorker(SimulatedPart):
         self,
         workload: Workload,
         source: BatchSource | StockQueue,
-        inboxes: Sequence[Mailbox[Request[Mailbox[int]]]],
+        inboxes: Sequence[Mailbox[InferenceRequest[Mailbox[int]]]],
         weights: WeightReceiver[Weights],
         timeline: Timeline,
     ) -> None:
@@ -223,7 +222,7 @@ class Trainer(SimulatedPart):
             with self._timeline.wait("trainer", "env workers", f"samples of batch {batch}"):
                 finished = await self._gate.take()
             taken.append(finished.payload)
-            held += self._streamer.add(Sample(finished.payload))
+            held += self._streamer.add(StreamedSample(finished.payload))
             if self._streaming:
                 await self._do(held)
                 held = []
