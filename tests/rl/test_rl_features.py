@@ -20,8 +20,8 @@ from embodix_groot.testing_runs import strengthen
 from embodix_pi05 import testing as small_pi05s
 from embodix_rl.flow.chain import ChainSettings
 from embodix_rl.flow.flow_policy import FlowPolicy, ValueSettings, flow_policy
-from embodix_rl.rlinf.asynchronous.weight_parts import ModelBuffer, split_weights
-from embodix_rl.rlinf.plan import plan_run
+from embodix_rl.rlinf.asynchronous.exchange import ModelBuffer, split_weights
+from embodix_rl.rlinf.run_plan import plan_run
 from embodix_rl.rlinf.task_config import FEATURE_DEFAULTS, feature_node, selected_features
 from embodix_rl.scheduling.weights import Part
 

@@ -51,7 +51,7 @@ def _workload(variant: BenchVariant) -> Workload | None:
     config, sizes = variant.config, variant.plan.sizes
     if sizes.rollout_workers != 1 or sizes.actor_workers != 1 or sizes.update_epochs != 1:
         return None
-    inference, training = (_batch_time(config["policy"][name]) for name in ("inference_s", "training_s"))
+    inference, training = (BatchTime.of(config["policy"][name]) for name in ("inference_s", "training_s"))
     step = Durations.of(config["env"]["step_s"])
     envs_a_worker = sizes.num_envs // sizes.env_workers
     per_env_s = config["env"]["step_s_per_env"] * envs_a_worker
@@ -74,10 +74,6 @@ def _workload(variant: BenchVariant) -> Workload | None:
         sigma=step.sigma if not per_env_s else 0.0,
         seed=config["rl"]["seed"],
     )
-
-
-def _batch_time(points: dict[Any, float]) -> BatchTime:
-    return BatchTime({int(size): float(seconds) for size, seconds in points.items()})
 
 
 def _at_zero(times: BatchTime) -> float:

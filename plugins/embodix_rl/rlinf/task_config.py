@@ -242,9 +242,7 @@ def declared_times(name: str, points: Any) -> dict[int, float]:
     """
     if not isinstance(points, Mapping):
         raise ValueError(f"policy.{name} gives seconds by batch size, such as {{1: 0.05, 8: 0.1}}; got {points!r}.")
-    times = {int(size): float(seconds) for size, seconds in points.items()}
-    BatchTime(times)
-    return times
+    return dict(BatchTime.of(points).points)
 
 
 ENVIRONMENTS = {

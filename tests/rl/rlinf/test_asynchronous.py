@@ -24,14 +24,15 @@ from embodix_rl.rlinf.asynchronous.exchange import (
     ChannelReceive,
     ChannelSend,
     Delivered,
+    ModelBuffer,
     answers_key,
+    split_weights,
     tickets_key,
 )
 from embodix_rl.rlinf.asynchronous.gate_service import GateService
 from embodix_rl.rlinf.asynchronous.version_update import ShardSamples, StreamedUpdate, objective_of
-from embodix_rl.rlinf.asynchronous.weight_parts import ModelBuffer, split_weights
-from embodix_rl.rlinf.faults import WorkerFailedError
-from embodix_rl.rlinf.plan import plan_run
+from embodix_rl.rlinf.hosts import WorkerFailedError
+from embodix_rl.rlinf.run_plan import plan_run
 from embodix_rl.scheduling.staleness import GateSettings, StalenessGate
 from embodix_rl.scheduling.streamer import AdvantageMoments
 from embodix_rl.scheduling.virtual_clock import run_virtually

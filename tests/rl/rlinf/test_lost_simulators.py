@@ -14,7 +14,7 @@ from embodix_rl.rlinf.asynchronous.components import answer_of, innermost
 from embodix_rl.rlinf.asynchronous.exchange import EVENTS, Asks, ChannelReceive, ChannelSend, Delivered, SimulatorsLost
 from embodix_rl.rlinf.asynchronous.gate_service import GateService
 from embodix_rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators
-from embodix_rl.rlinf.faults import WorkerFailedError
+from embodix_rl.rlinf.hosts import WorkerFailedError
 from embodix_rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines, SimulatorLostError
 from embodix_rl.scheduling.staleness import GateSettings, StalenessGate
 from embodix_rl.scheduling.virtual_clock import run_virtually

@@ -24,7 +24,7 @@ from embodix_rl.rlinf.asynchronous.version_update import (
     joined,
     objective_of,
 )
-from embodix_rl.rlinf.needs import missing
+from embodix_rl.rlinf.hosts import missing
 from embodix_rl.scheduling.streamer import Scale
 from embodix_rl.testing.rl_updates import GRPO_ALGORITHM
 

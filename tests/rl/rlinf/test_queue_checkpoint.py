@@ -19,7 +19,7 @@ from embodix_rl.rlinf.asynchronous.queue_checkpoint import (
     whole_checkpoint,
     write_gate,
 )
-from embodix_rl.rlinf.plan import plan_run
+from embodix_rl.rlinf.run_plan import plan_run
 from embodix_rl.scheduling.staleness import FinishedSample, GateSettings, StalenessGate
 from embodix_rl.scheduling.virtual_clock import run_virtually
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from embodix_rl.rlinf.needs import missing
+from embodix_rl.rlinf.hosts import missing
 
 pytestmark = [
     pytest.mark.slow,  # importing RLinf takes seconds

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix_rl.scheduling.adaptive import AdaptiveLimits
+from embodix_rl.scheduling.adaptive import AdaptiveLimits, ClientTrace, InferenceTime, replay
 from embodix_rl.scheduling.batcher import Batch, BatchLimits, FixedLimits, InferenceRequest
-from embodix_rl.scheduling.inference_time import InferenceTime
-from embodix_rl.scheduling.replay import ClientTrace, replay
 from embodix_rl.scheduling.virtual_clock import run_virtually
 from embodix_rl.testing.closed_loop import constant, lognormal, serve_clients
 

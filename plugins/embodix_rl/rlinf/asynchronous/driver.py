@@ -13,14 +13,13 @@ from rlinf.runners.embodied_runner import EmbodiedRunner
 from rlinf.scheduler import Channel
 from rlinf.utils.metric_utils import compute_evaluate_metrics
 
-from embodix_rl.rlinf.asynchronous.components import DriverComponent, WorkersComponent, answer_of, finished
-from embodix_rl.rlinf.asynchronous.evaluation import Evaluations
+from embodix_rl.rlinf.asynchronous.components import DriverComponent, Evaluations, WorkersComponent, answer_of, finished
 from embodix_rl.rlinf.asynchronous.exchange import EVENTS, TAKEN, ChannelReceive, ChannelSend, Event, tickets_key
 from embodix_rl.rlinf.asynchronous.gate_service import GateService, RestartBudget
 from embodix_rl.rlinf.asynchronous.queue_checkpoint import SavedGate, read_gate, whole_checkpoint, write_gate
-from embodix_rl.rlinf.asynchronous.settings import AsyncSettings
-from embodix_rl.rlinf.faults import WorkerFailedError
-from embodix_rl.rlinf.host_config import CHECKPOINT_PREFIX
+from embodix_rl.rlinf.asynchronous.rl_vla3 import AsyncSettings
+from embodix_rl.rlinf.hosts import WorkerFailedError
+from embodix_rl.rlinf.rlinf_config import CHECKPOINT_PREFIX
 from embodix_rl.scheduling.conductor import Conductor, RunFailedError
 from embodix_rl.scheduling.protocol import Deadlines, RunProtocol, RunStage
 from embodix_rl.scheduling.staleness import GateSettings, StalenessGate, Ticket

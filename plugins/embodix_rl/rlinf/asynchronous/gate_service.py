@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from embodix_rl.rlinf.asynchronous.exchange import Adopted, Asks, Delivered, Event, SimulatorsLost
-from embodix_rl.rlinf.faults import WorkerFailedError
+from embodix_rl.rlinf.hosts import WorkerFailedError
 from embodix_rl.scheduling.channels import Receive, Send
 from embodix_rl.scheduling.staleness import FinishedSample, StalenessGate, Ticket
 

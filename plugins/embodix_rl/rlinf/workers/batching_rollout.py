@@ -27,11 +27,11 @@ from embodix_rl.rlinf.asynchronous.exchange import (  # noqa: E402
     ChannelReceive,
     ChannelSend,
     Event,
+    ModelBuffer,
     allow_many_waits,
     answers_key,
     weights_key,
 )
-from embodix_rl.rlinf.asynchronous.weight_parts import ModelBuffer  # noqa: E402
 from embodix_rl.rlinf.workers.rollout import TimedInference  # noqa: E402
 from embodix_rl.scheduling.adaptive import AdaptiveLimits  # noqa: E402
 from embodix_rl.scheduling.batcher import (  # noqa: E402

@@ -33,7 +33,7 @@ from embodix_rl.rlinf.asynchronous.exchange import (  # noqa: E402
     samples_key,
     tickets_key,
 )
-from embodix_rl.rlinf.asynchronous.settings import RESET_FACTOR  # noqa: E402
+from embodix_rl.rlinf.asynchronous.rl_vla3 import RESET_FACTOR  # noqa: E402
 from embodix_rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators  # noqa: E402
 from embodix_rl.rlinf.simulator_process import (  # noqa: E402
     RemoteSimulators,

@@ -15,7 +15,6 @@ from embodix_rl.scheduling.batcher import BatchLimits, BatchPolicy, DynamicBatch
 from embodix_rl.scheduling.channels import Mailbox
 from embodix_rl.scheduling.conductor import Component, Conductor
 from embodix_rl.scheduling.protocol import RunProtocol, RunStage
-from embodix_rl.scheduling.simulation.pacing import StockStore
 from embodix_rl.scheduling.simulation.parts import (
     ROLLOUT,
     WEIGHT_NAMES,
@@ -23,6 +22,7 @@ from embodix_rl.scheduling.simulation.parts import (
     EnvWorker,
     RolloutWorker,
     StockQueue,
+    StockStore,
     StockTrainer,
     Trainer,
     WeightExchange,
