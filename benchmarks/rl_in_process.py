@@ -24,6 +24,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from in_process_learner import (
+    Transitions,
+    UpdateSettings,
+    explained_variance,
+    generalized_advantages,
+    group_advantages,
+    normalised,
+    update,
+)
 from lerobot.envs.factory import make_env_pre_post_processors
 from lerobot.envs.utils import preprocess_observation
 from torch import Tensor
@@ -36,15 +45,9 @@ from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix_metaworld.environment import EmbodixMetaworldConfig
-from embodix_rl.flow.build import flow_policy
 from embodix_rl.flow.chain import ChainSettings
-from embodix_rl.flow.flow_policy import FlowPolicy
-from embodix_rl.flow.value_head import ValueSettings
-from embodix_rl.objectives.advantages import Transitions, generalized_advantages, group_advantages
-from embodix_rl.objectives.moments import Moments
-from embodix_rl.objectives.objective import ObjectiveSettings, Sampled
-from embodix_rl.objectives.value_loss import ValueLossSettings, explained_variance
-from embodix_rl.update import UpdateSettings, update
+from embodix_rl.flow.flow_policy import FlowPolicy, ValueSettings, flow_policy
+from embodix_rl.objectives.objective import ObjectiveSettings, SampledChunks, ValueLossSettings
 
 TRAIN_SEEDS, SCORE_SEEDS = 500_000, 900_000
 MAX_DENSE_REWARD = 10.0
@@ -166,11 +169,12 @@ class Trainer:
 
     def __init__(self, policy: FlowPolicy, recipe: Recipe) -> None:
         self.policy, self.recipe, self.version = policy, recipe, 0
-        self.optimizer = torch.optim.AdamW(
-            policy.parameter_groups(recipe.learning_rate, recipe.value_learning_rate), weight_decay=0.0
-        )
+        groups = [{"params": [one for one in policy.policy.parameters() if one.requires_grad]}]
+        if policy.value_head is not None:
+            groups.append({"params": list(policy.value_head.parameters()), "lr": recipe.value_learning_rate})
+        self.optimizer = torch.optim.AdamW(groups, recipe.learning_rate, weight_decay=0.0)
         value = ValueLossSettings() if policy.value_head is not None else None
-        self.objective = ObjectiveSettings(proximal="behaviour", value=value)
+        self.objective = ObjectiveSettings(value=value)
         self.settings = UpdateSettings(recipe.epochs, recipe.global_batch, micro_batch=64)
         self.generator = torch.Generator().manual_seed(1)
 
@@ -183,8 +187,8 @@ class Trainer:
         if warming:
             chosen[0] = torch.zeros_like(chosen[0])
         ones = torch.ones(order.shape, dtype=torch.bool)
-        versions = torch.full(order.shape, self.version)
-        sampled = Sampled(episodes.log_probs, chosen[0], ones, versions, chosen[1], chosen[2])
+        # Nothing is stale: the policy that sampled is the proximal one.
+        sampled = SampledChunks(episodes.log_probs, chosen[0], ones, chosen[1], chosen[2], episodes.log_probs)
         metrics = update(
             self.policy,
             self.optimizer,
@@ -192,12 +196,10 @@ class Trainer:
             sampled,
             self.objective,
             self.settings,
-            version=self.version,
-            generator=self.generator,
+            self.generator,
         )
         self.version += 1
-        explained = explained_variance(chosen[2], chosen[1], ones)
-        return {"explained_variance": explained, "value_loss": metrics.value_loss, **metrics.ratios}
+        return {"explained_variance": explained_variance(chosen[2], chosen[1]), **metrics}
 
     def _advantages(self, episodes: Episodes, groups_B: Tensor) -> tuple[Tensor, Tensor]:
         valid, recipe = episodes.valid, self.recipe
@@ -210,7 +212,7 @@ class Trainer:
         last[-1] = ~episodes.success & valid[-1]
         steps = Transitions(episodes.rewards, episodes.values, following, episodes.ended, last, valid)
         advantages, returns = generalized_advantages(steps, recipe.discount, recipe.gae_lambda)
-        return returns, Moments.of(advantages, valid).normalise(advantages, valid)
+        return returns, normalised(advantages, valid)
 
 
 def score(collector: Collector, first_seed: int, num_episodes: int, num_envs: int) -> dict[str, float]:

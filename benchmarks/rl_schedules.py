@@ -27,14 +27,14 @@ from embodix_rl.scheduling.simulation.schedules import (
     STOCK_ASYNC,
     STOCK_DECOUPLED,
     SYNC,
-    Schedule,
+    SimulatedSchedule,
     combinations,
     released,
     rl_vla3,
 )
 from embodix_rl.scheduling.simulation.workload import Workload
+from embodix_rl.scheduling.virtual_clock import run_virtually
 from embodix_rl.testing.closed_loop import constant, lognormal, serve_clients
-from embodix_rl.testing.virtual_clock import run_virtually
 
 NUM_BATCHES = 8
 NUM_STEPS_STOCK = 24  # optimizer steps: several train the same samples
@@ -64,12 +64,12 @@ PAPER_STEP_S = {
 }
 
 
-def run(schedule: Schedule, workload: Workload) -> Simulated:
+def run(schedule: SimulatedSchedule, workload: Workload) -> Simulated:
     num_batches = NUM_STEPS_STOCK if schedule.max_staleness is None else NUM_BATCHES
     return run_virtually(simulate(schedule, workload, num_batches))
 
 
-def table(schedules: Sequence[Schedule], workloads: Sequence[Workload]) -> list[dict[str, Any]]:
+def table(schedules: Sequence[SimulatedSchedule], workloads: Sequence[Workload]) -> list[dict[str, Any]]:
     """One row a schedule; the mean over workloads that differ in their seed."""
     rows = []
     for schedule in schedules:
@@ -135,7 +135,7 @@ def ablation(workload: Workload) -> list[dict[str, Any]]:
 
 def sensitivity(workload: Workload) -> list[dict[str, Any]]:
     """What the prediction hangs on: the fixed part of inference, shards a worker, workers, allowed staleness."""
-    changes: list[tuple[str, Workload, Schedule]] = [
+    changes: list[tuple[str, Workload, SimulatedSchedule]] = [
         (f"fixed part of inference {share:.0%}", dataclasses.replace(workload, fixed_share=share), FULL)
         for share in (0.0, 0.1, 0.2, 0.4)
     ]

@@ -659,6 +659,34 @@ class GemmTimings(Protocol):
         ...
 
 
+# --- runners ----------------------------------------------------------------------------------------------------------
+
+
+class HostRunner(Protocol):
+    """How rollout, training and weight exchange are scheduled in a host of many processes. Hook ``register_runners``.
+
+    Building one imports no host. ``workers`` and ``runner_class`` do. ``sizes`` are the run's: environments, processes,
+    chunks and batches by name, as its host's plugin plans them.
+
+    Attributes:
+        evaluates: whether it can evaluate between training steps.
+    """
+
+    evaluates: bool
+
+    def check(self, sizes: Any) -> None:
+        """Raise ValueError for sizes it can't run with."""
+
+    def host_settings(self, sizes: Any) -> Mapping[str, Any]:
+        """Nodes that are merged over the host's config."""
+
+    def workers(self) -> Any:
+        """Its worker classes: ``env``, ``rollout`` and ``actor``."""
+
+    def runner_class(self) -> Any:
+        """The host's runner: ``(cfg, actor, rollout, env)``, ``init_workers()``, ``run()``."""
+
+
 # --- simulators -------------------------------------------------------------------------------------------------------
 
 

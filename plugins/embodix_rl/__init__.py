@@ -15,7 +15,7 @@ def register_runners() -> list[Registration]:
         Registration("rlinf_async", f"{runners}:RlinfAsyncRunner", "RLinf's asynchronous PPO as shipped"),
         Registration(
             "rl_vla3",
-            "embodix_rl.rlinf.asynchronous.settings:RlVla3Runner",
+            "embodix_rl.rlinf.asynchronous.rl_vla3:RlVla3Runner",
             "RL-VLA3: asynchronous training, dynamic batching, streaming, each by a switch",
         ),
     ]

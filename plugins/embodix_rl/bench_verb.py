@@ -32,7 +32,7 @@ def rl_task(cfg: DictConfig, overrides: list[str], experiment: str | None, folde
     from embodix_rl.bench.processes import finished_before, run_variants
     from embodix_rl.bench.variants import compose_variants
     from embodix_rl.report.rl_bench_page import print_bench, write_bench
-    from embodix_rl.rlinf.needs import require_hosts
+    from embodix_rl.rlinf.hosts import require_hosts
 
     variants = compose_variants(cfg.bench, experiment, overrides, folder)
     if any(finished_before(variant) is None for variant in variants):

@@ -106,6 +106,11 @@ class BatchTime:
 
     points: Mapping[int, float]
 
+    @classmethod
+    def of(cls, points: Mapping[Any, Any]) -> BatchTime:
+        """From a config, whose keys may be strings."""
+        return cls({int(size): float(seconds) for size, seconds in points.items()})
+
     def __post_init__(self) -> None:
         sizes = sorted(self.points)
         if not sizes or sizes[0] < 1:

@@ -20,7 +20,7 @@ def rl_task(cfg: DictConfig) -> float:
     if cfg.strict_plugins:
         plugins.registry().require_healthy()
 
-    from embodix_rl.rlinf.run import run_rl
+    from embodix_rl.rlinf.rl_run import run_rl
 
     folder, overrides = Path(HydraConfig.get().runtime.output_dir), list(HydraConfig.get().overrides.task)
     print(f"Run: {folder}")
@@ -33,7 +33,7 @@ def rl_task(cfg: DictConfig) -> float:
 
 
 def run(argv: list[str]) -> int:
-    from embodix_rl.rlinf.faults import RayStartError, WorkerFailedError, WorkersDifferError
+    from embodix_rl.rlinf.hosts import RayStartError, WorkerFailedError, WorkersDifferError
 
     try:
         return run_hydra_app("rl", rl_task, argv)

@@ -211,6 +211,9 @@ class RlApp:
             parameters learn from fewer episodes. null for all that the policy's config leaves trainable.
         sampler: how a flow policy draws its actions (`embodix_rl.flow`).
         value: the value head of a flow policy.
+        packing, attention, vision_tokens: what a checkpoint's policy computes with, in rollout and training.
+        quantization: of the weights that rollout computes with.
+        precision: none; another is refused.
         env: LeRobot's environment config, or ``type: latency``.
         algorithm: RLinf's ``algorithm`` node.
         runner: how rollout, training and the exchange of weights are scheduled.
@@ -229,6 +232,11 @@ class RlApp:
     sampler: Any = None
     value: Any = None
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    packing: NamedChoice = field(default_factory=NamedChoice)
+    attention: NamedChoice = field(default_factory=NamedChoice)
+    vision_tokens: NamedChoice = field(default_factory=NamedChoice)
+    quantization: NamedChoice = field(default_factory=NamedChoice)
+    precision: NamedChoice = field(default_factory=NamedChoice)
     env: Any = MISSING
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)

@@ -20,7 +20,7 @@ from embodix_rl.bench.variants import compose_variants
 from embodix_rl.report.rl_bench import VariantEntry, read_bench
 from embodix_rl.report.rl_bench_page import bench_record, render_bench
 from embodix_rl.report.spans import NOBODY, Span, pieces, shares
-from embodix_rl.rlinf import needs
+from embodix_rl.rlinf import hosts
 from embodix_rl.testing import recorded_rl_runs as recorded_runs
 
 EXPERIMENTS = ("rl_runners", "rl_vla3_table1", "rl_vla3_ablation")
@@ -227,7 +227,7 @@ def test_the_record_is_strict_json(report):
 @pytest.fixture
 def run_command(tmp_path, monkeypatch, capsys):
     """``lerobot bench rl`` with runs that take no time; its exit code and output."""
-    monkeypatch.setattr(needs, "missing", list)
+    monkeypatch.setattr(hosts, "missing", list)
     run_variants = processes.run_variants
     monkeypatch.setattr(processes, "run_variants", lambda *args: run_variants(*args, FAKE))
 
@@ -255,7 +255,7 @@ def test_the_command_reports_and_goes_on_where_it_was_left(tmp_path, run_command
 
 
 def test_the_command_says_what_it_needs_and_which_benches_there_are(tmp_path, monkeypatch, run_command, capsys):
-    monkeypatch.setattr(needs, "missing", lambda: ["rlinf is not installed"])
+    monkeypatch.setattr(hosts, "missing", lambda: ["rlinf is not installed"])
     code, printed = run_command("bench.only=[sync]", f"hydra.run.dir={tmp_path}")
     assert code == 1 and "rlinf is not installed" in printed.err and "make rl" in printed.err
     assert bench_command.run([]) == 2 and "rl  " in capsys.readouterr().out

@@ -14,17 +14,15 @@ import torch
 from embodix.attention.cpu import SegmentAuto
 from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
-from embodix.testing import pi05 as small_pi05s
+from embodix_groot import flow as groot_flow
 from embodix_groot import testing as small_groots
 from embodix_groot.testing import reference_actions, strengthen
+from embodix_pi05 import testing as small_pi05s
 from embodix_pi05.testing import upstream_actions
-from embodix_rl.flow import groot_n15
-from embodix_rl.flow.build import flow_policy
 from embodix_rl.flow.chain import ChainSettings
-from embodix_rl.flow.flow_policy import AFTER_KEY, BEFORE_KEY, STEP_KEY
-from embodix_rl.flow.value_head import ValueSettings
-from embodix_rl.objectives.log_probs import at_level
-from embodix_rl.objectives.ratios import ratio_statistics
+from embodix_rl.flow.flow_policy import AFTER_KEY, BEFORE_KEY, STEP_KEY, ValueSettings, flow_policy
+from embodix_rl.objectives.objective import at_level
+from embodix_rl.objectives.policy_loss import ratio_statistics
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())
 DENSE = FastPathSettings(PaddedPacker(), None)
@@ -250,19 +248,13 @@ def test_a_detached_value_trains_the_head_alone(kind, features):
 
 
 @pytest.mark.parametrize("kind", POLICIES)
-def test_values_start_at_zero_and_the_head_has_its_own_group(kind):
+def test_values_start_at_zero_and_the_head_stands_beside_the_policy(kind):
     flow = flow_policy(host_policy(kind), FAST, ChainSettings(), ValueSettings())
     assert torch.equal(flow.sample(observations(kind)).values, torch.zeros(3))
-    policy_group, value_group = flow.parameter_groups(1e-5, 1e-3)
-    assert (policy_group["lr"], value_group["lr"]) == (1e-5, 1e-3)
-    assert {id(parameter) for parameter in value_group["params"]} == {id(p) for p in flow.value_head.parameters()}
-    trainable = [parameter for parameter in host_policy(kind).parameters() if parameter.requires_grad]
-    assert len(policy_group["params"]) == len(trained := trainable) and trained[0] is policy_group["params"][0]
     names = [name for name in flow.state_dict() if not name.startswith("value_head.")]
     assert names == [f"policy.{name}" for name in host_policy(kind).state_dict()]
     without = flow_policy(host_policy(kind), FAST, ChainSettings())
     assert without.sample(observations(kind)).values is None
-    assert len(without.parameter_groups(1e-5, 1e-3)) == 1
 
 
 def test_dropout_is_off_in_training_too(monkeypatch):
@@ -273,7 +265,7 @@ def test_dropout_is_off_in_training_too(monkeypatch):
     again = flow.evaluate(rollout.forward_inputs).log_probs
     torch.testing.assert_close(again, rollout.log_probs, rtol=TOLERANCE, atol=TOLERANCE)
     assert policy.training
-    monkeypatch.setattr(groot_n15, "dropout_off", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(groot_flow, "dropout_off", lambda _: contextlib.nullcontext())
     assert (flow.evaluate(rollout.forward_inputs).log_probs - rollout.log_probs).abs().max() > 1e-2
 
 

@@ -11,12 +11,10 @@ from torch import nn
 
 from embodix.policies.flow_host import FlowSizes, RecomputedSteps
 from embodix_rl.flow.chain import ChainSettings
-from embodix_rl.flow.flow_policy import FlowPolicy
-from embodix_rl.flow.value_head import ValueSettings
-from embodix_rl.objectives.advantages import group_advantages
-from embodix_rl.objectives.moments import Moments
-from embodix_rl.objectives.objective import ObjectiveSettings, Sampled
-from embodix_rl.update import UpdateSettings, update
+from embodix_rl.flow.flow_policy import FlowPolicy, ValueSettings
+from embodix_rl.objectives.objective import ObjectiveSettings, SampledChunks, ValueLossSettings
+from embodix_rl.rlinf.asynchronous.version_update import MiniBatches, ShardSamples, StreamedUpdate
+from embodix_rl.scheduling.streamer import Scale
 
 SIZES = FlowSizes(4, num_predicted=2, num_executed=1, padded_dims=2, action_dims=2, prefix_width=2, action_width=32)
 GROUP = 8
@@ -88,17 +86,36 @@ def observations(seed, num_different, repeats=1):
     return (2 * torch.rand(num_different, 2, generator=generator) - 1).repeat_interleave(repeats, dim=0)
 
 
+def updates(policy, is_ppo):
+    """What trains a version: four epochs of mini-batches of 64 chunks."""
+    parameters = [
+        {"params": list(policy.policy.parameters()), "lr": 5e-3},
+        {"params": list(policy.value_head.parameters()) if is_ppo else [], "lr": 1e-2},
+    ]
+    optimizer = torch.optim.Adam(parameters)
+
+    def evaluate(inputs):
+        again = policy.evaluate(inputs)
+        return {"logprobs": again.log_probs, "entropy": again.entropy, "values": again.values}
+
+    def step():
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {}
+
+    objective = ObjectiveSettings(value=ValueLossSettings() if is_ppo else None)
+    gradient = StreamedUpdate(evaluate, objective, micro_batch=64)
+    return MiniBatches(gradient, policy.parameters, step, evaluate, micro_batch=64, size=64, epochs=4, seed=1)
+
+
 def learn(algorithm, *, stochastic="one", lag=0, iterations=25, mutation=1.0):
     """Mean reward of the deterministic policy before and after; samples are ``lag`` versions old."""
     torch.manual_seed(0)
-    flow = SmallFlow()
-    value = ValueSettings(hidden_sizes=(32,)) if algorithm == "ppo" else None
+    flow, is_ppo = SmallFlow(), algorithm == "ppo"
+    value = ValueSettings(hidden_sizes=(32,)) if is_ppo else None
     policy = FlowPolicy(flow, Host(flow), ChainSettings(noise_level=0.5, stochastic_steps=stochastic), value)
-    optimizer = torch.optim.Adam(policy.parameter_groups(5e-3, 1e-2))
-    proximal = "recompute" if lag else "behaviour"
-    objective = ObjectiveSettings(proximal=proximal) if value else ObjectiveSettings(proximal=proximal, value=None)
-    settings = UpdateSettings(num_epochs=4, global_batch=64, micro_batch=64)
-    generator = torch.Generator().manual_seed(1)
+    update, generator = updates(policy, is_ppo), torch.Generator().manual_seed(1)
     before, sampled_by = score(policy), [copy.deepcopy(policy)]
     for version in range(iterations):
         batch = {"observation": observations(version, 24, GROUP)}
@@ -106,16 +123,18 @@ def learn(algorithm, *, stochastic="one", lag=0, iterations=25, mutation=1.0):
         rollout = behaviour.sample(batch, generator=generator)
         rewards = mutation * rewards_of(batch["observation"], rollout.actions)
         valid = torch.ones(rewards.shape, dtype=torch.bool)
-        versions = torch.full(rewards.shape, max(0, version - lag))
-        if value is None:
-            advantages = group_advantages(rewards, torch.arange(24).repeat_interleave(GROUP), valid)
-            sampled = Sampled(rollout.log_probs, advantages, valid, versions)
-        else:
+        if is_ppo:
             advantages = rewards - rollout.values
-            normed = Moments.of(advantages, valid).normalise(advantages, valid)
-            sampled = Sampled(rollout.log_probs, normed, valid, versions, rewards, rollout.values)
-        inputs = rollout.forward_inputs
-        update(policy, optimizer, inputs, sampled, objective, settings, version=version, generator=generator)
+            sampled = SampledChunks(rollout.log_probs, advantages, valid, rewards, rollout.values)
+            scale = Scale(float(advantages.mean()), float(advantages.std()) + 1e-5)
+        else:
+            of_group = rewards.view(24, GROUP)
+            compared = (of_group - of_group.mean(1, keepdim=True)) / (of_group.std(1, keepdim=True) + 1e-6)
+            sampled, scale = SampledChunks(rollout.log_probs, compared.flatten(), valid), Scale()
+        samples = ShardSamples(rollout.forward_inputs, sampled, valid, num_steps=1)
+        update.prepare(samples)
+        update.train(samples, scale)
+        update.finish()
         sampled_by = [*sampled_by[-lag:], copy.deepcopy(policy)] if lag else [policy]
     return before, score(policy)
 

@@ -9,11 +9,15 @@ import math
 import pytest
 import torch
 
-from embodix_rl.objectives.log_probs import at_level, interpolated_proximal
-from embodix_rl.objectives.objective import ObjectiveSettings, Sampled, chunk_losses
-from embodix_rl.objectives.policy_loss import PolicyLossSettings, policy_loss
-from embodix_rl.objectives.ratios import RatioStatistics, ratio_statistics
-from embodix_rl.objectives.value_loss import ValueLossSettings, explained_variance, value_loss
+from embodix_rl.objectives.objective import (
+    ObjectiveSettings,
+    SampledChunks,
+    ValueLossSettings,
+    at_level,
+    chunk_losses,
+    value_loss,
+)
+from embodix_rl.objectives.policy_loss import PolicyLossSettings, RatioStatistics, policy_loss, ratio_statistics
 
 PLAIN = PolicyLossSettings(dual_clip=None, behaviour_cap=None)
 YES = torch.ones(1, dtype=torch.bool)
@@ -65,11 +69,8 @@ def test_the_dual_clip_bounds_the_loss_of_a_bad_chunk():
 
 def test_a_stale_chunk_is_weighted_by_the_proximal_policy_up_to_the_cap():
     capped = dataclasses.replace(PLAIN, behaviour_cap=5.0)
-    dropped = dataclasses.replace(capped, beyond_cap="drop")
     assert loss_and_slope(1.1, 2.0, capped, weight=3.0) == pytest.approx((-6.6, -6.6), rel=1e-5)
     assert loss_and_slope(1.1, 2.0, capped, weight=8.0) == pytest.approx((-11.0, -11.0), rel=1e-5)
-    assert loss_and_slope(1.1, 2.0, dropped, weight=3.0) == pytest.approx((-6.6, -6.6), rel=1e-5)
-    assert loss_and_slope(1.1, 2.0, dropped, weight=8.0) == (0.0, 0.0)
     assert loss_and_slope(1.1, 2.0, PLAIN, weight=8.0) == pytest.approx((-17.6, -17.6), rel=1e-5)
 
 
@@ -100,7 +101,7 @@ def test_without_staleness_the_decoupled_loss_is_plain_ppo_to_the_bit(shape):
 @pytest.mark.parametrize("poison", [3.0, float("nan"), float("inf")])
 def test_chunks_that_do_not_count_have_no_weight_whatever_they_hold(poison):
     valid = torch.tensor([True, False, True, False])
-    settings = ObjectiveSettings(proximal="recompute", entropy_weight=0.1, value=ValueLossSettings(clip=0.2))
+    settings = ObjectiveSettings(entropy_weight=0.1, value=ValueLossSettings(clip=0.2))
 
     def run(hole, counted=valid):
         torch.manual_seed(0)
@@ -108,9 +109,9 @@ def test_chunks_that_do_not_count_have_no_weight_whatever_they_hold(poison):
         for part in parts:
             part[~valid] = part[~valid] if hole is None else hole
         log_probs, behaviour, proximal, advantages, returns, before, values, entropy = parts
-        sampled = Sampled(behaviour, advantages, counted, torch.zeros(4).long(), returns, before, proximal)
+        sampled = SampledChunks(behaviour, advantages, counted, returns, before, proximal)
         log_probs.requires_grad_(), values.requires_grad_()
-        losses = chunk_losses(sampled, log_probs, entropy, values, settings, version=1)
+        losses = chunk_losses(sampled, log_probs, entropy, values, settings)
         losses.total.backward()
         return losses, log_probs.grad, values.grad
 
@@ -128,12 +129,13 @@ def test_chunks_that_do_not_count_have_no_weight_whatever_they_hold(poison):
 def test_micro_batches_add_up_to_the_batch():
     torch.manual_seed(0)
     valid = torch.tensor([True, False, True, True, False, True, False])
-    sampled = Sampled(torch.randn(7, 3, 2), torch.randn(7), valid, torch.arange(7) % 3, torch.randn(7), torch.randn(7))
+    behaviour, proximal = torch.randn(7, 3, 2), torch.randn(7, 3, 2)
+    sampled = SampledChunks(behaviour, torch.randn(7), valid, torch.randn(7), torch.randn(7), proximal)
     current, entropy, values = torch.randn(7, 3, 2), torch.randn(7), torch.randn(7)
-    settings = ObjectiveSettings(proximal="interpolate", entropy_weight=0.1)
-    whole = chunk_losses(sampled, current, entropy, values, settings, version=3)
+    settings = ObjectiveSettings(entropy_weight=0.1)
+    whole = chunk_losses(sampled, current, entropy, values, settings)
     parts = [
-        chunk_losses(sampled[rows], current[rows], entropy[rows], values[rows], settings, version=3, num_valid=4)
+        chunk_losses(sampled[rows], current[rows], entropy[rows], values[rows], settings, num_valid=4)
         for rows in (torch.tensor([0, 4, 1]), torch.tensor([6]), torch.tensor([2, 3, 5]))
     ]
     torch.testing.assert_close(sum(part.total for part in parts), whole.total)
@@ -148,21 +150,8 @@ def test_levels_sum_over_what_is_decided_together():
     assert torch.equal(at_level(log_probs, "element"), log_probs)
     torch.testing.assert_close(at_level(log_probs, "action"), log_probs.sum(-1))
     torch.testing.assert_close(at_level(log_probs, "chunk"), log_probs.sum((1, 2)))
-    executed = torch.tensor([[True, True, False]] * 4)
-    torch.testing.assert_close(at_level(log_probs, "chunk", executed), log_probs[:, :2].sum((1, 2)))
     with pytest.raises(ValueError, match="chunk, action, element; got 'token'"):
         at_level(log_probs, "token")
-
-
-def test_the_interpolated_proximal_policy_is_one_version_back():
-    behaviour, moved, _ = drawn(4)
-    current = (behaviour + moved).requires_grad_()
-    proximal = interpolated_proximal(behaviour, current, torch.tensor([5, 4, 3, 1]), 5)
-    wanted = behaviour + torch.tensor([0.0, 0.0, 0.5, 0.75]) * moved
-    torch.testing.assert_close(proximal, wanted)
-    assert not proximal.requires_grad
-    with pytest.raises(ValueError, match="version 5 at most; got 6"):
-        interpolated_proximal(behaviour, current, torch.tensor([6, 5, 5, 5]), 5)
 
 
 def test_ratio_metrics_by_hand():
@@ -215,8 +204,6 @@ def test_the_value_loss_by_hand():
     kept = value_loss(towards, torch.tensor([2.0]), torch.tensor([1.0]), YES, ValueLossSettings(0.2, None))
     kept.backward()
     assert (kept.item(), towards.grad.item()) == (pytest.approx(0.5 * 0.8**2), 0.0)  # moved far enough: no gradient
-    assert explained_variance(returns, returns, valid) == pytest.approx(1.0)
-    assert math.isnan(explained_variance(returns, torch.zeros(3), valid))
 
 
 @pytest.mark.parametrize(
@@ -225,9 +212,7 @@ def test_the_value_loss_by_hand():
         (PolicyLossSettings, {"clip_low": 1.0}, "between 0 and 1"),
         (PolicyLossSettings, {"dual_clip": 1.0}, "above 1, or null"),
         (PolicyLossSettings, {"behaviour_cap": 0.5}, "1 at least"),
-        (PolicyLossSettings, {"beyond_cap": "mask"}, "clip or drop"),
         (ValueLossSettings, {"clip": 0.0}, "clip of the value loss is positive"),
-        (ObjectiveSettings, {"proximal": "old"}, "behaviour, recompute, interpolate; got 'old'"),
     ],
 )
 def test_settings_refuse_what_makes_no_sense(settings, choices, message):
@@ -236,11 +221,12 @@ def test_settings_refuse_what_makes_no_sense(settings, choices, message):
 
 
 def test_what_the_settings_need_must_be_there():
-    sampled = Sampled(torch.zeros(1, 1, 1), torch.zeros(1), YES, torch.zeros(1).long())
-    arguments = (sampled, torch.zeros(1, 1, 1), torch.zeros(1), None)
-    with pytest.raises(ValueError, match="proximal=interpolate"):
-        chunk_losses(*arguments, ObjectiveSettings(), version=1)
-    with pytest.raises(ValueError, match="value=null"):
-        chunk_losses(*arguments, ObjectiveSettings(proximal="behaviour"), version=1)
-    losses = chunk_losses(*arguments, ObjectiveSettings(proximal="behaviour", value=None), version=1)
+    sampled = SampledChunks(torch.zeros(1, 1, 1), torch.zeros(1), YES)
+    current = (torch.zeros(1, 1, 1), torch.zeros(1), None)
+    with pytest.raises(ValueError, match="proximal policy"):
+        chunk_losses(sampled, *current, ObjectiveSettings())
+    known = dataclasses.replace(sampled, proximal_log_probs_BTA=torch.zeros(1, 1, 1))
+    with pytest.raises(ValueError, match="algorithm=grpo"):
+        chunk_losses(known, *current, ObjectiveSettings())
+    losses = chunk_losses(known, *current, ObjectiveSettings(value=None))
     assert losses.total.item() == 0.0

@@ -16,11 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from embodix_rl.objectives.advantages import Transitions, generalized_advantages, group_advantages
-from embodix_rl.objectives.log_probs import interpolated_proximal
-from embodix_rl.objectives.moments import Moments
+from embodix_rl.objectives.objective import ValueLossSettings, value_loss
 from embodix_rl.objectives.policy_loss import PolicyLossSettings, policy_loss
-from embodix_rl.objectives.value_loss import ValueLossSettings, value_loss
 
 
 def rlinf_folder():
@@ -33,7 +30,7 @@ def rlinf_folder():
 
 @pytest.fixture(scope="module")
 def rlinf():
-    """``losses`` and ``advantages`` of RLinf, loaded file by file; ``sys.modules`` is put back."""
+    """``losses`` of RLinf, loaded by itself; ``sys.modules`` is put back."""
     folder = rlinf_folder()
     if folder is None:
         pytest.skip("needs RLinf: the extra rl, or RLINF_CHECKOUT=<folder of a checkout>")
@@ -46,8 +43,7 @@ def rlinf():
         utilities = types.ModuleType("rlinf.utils.utils")
         utilities.masked_mean, utilities.masked_mean_ratio = masked_means(folder)
         sys.modules["rlinf.utils.utils"] = utilities
-        names = ("losses", "advantages")
-        yield types.SimpleNamespace(**{name: importlib.import_module(f"rlinf.algorithms.{name}") for name in names})
+        yield types.SimpleNamespace(losses=importlib.import_module("rlinf.algorithms.losses"))
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "rlinf"]:
             del sys.modules[name]
@@ -90,33 +86,39 @@ def test_ppo(rlinf):
     assert statistics.metrics()["clip_fraction"] == pytest.approx(float(metrics["actor/clip_fraction"]), abs=1e-6)
 
 
-@pytest.mark.parametrize("source", ["given", "interpolated"])
-def test_decoupled_ppo(rlinf, source):
+def test_decoupled_ppo(rlinf):
     current, behaviour, proximal, advantages, valid = drawn()
-    versions = torch.arange(64) % 4
-    given = proximal if source == "given" else None
     wanted, metrics = rlinf.losses.compute_decoupled_ppo_actor_loss(
         current,
         behaviour,
         0.2,
         0.28,
         advantages,
-        proximal_logprobs=given,
-        versions=versions,
+        proximal_logprobs=proximal,
+        versions=torch.arange(64) % 4,
         current_version=3,
         loss_mask=valid,
         clip_ratio_c=3.0,
         behave_weight_threshold=1.2,
     )
-    anchor = interpolated_proximal(behaviour, current, versions, 3) if given is None else given
-    settings = PolicyLossSettings(0.2, 0.28, 3.0, behaviour_cap=1.2, beyond_cap="drop")
-    got, statistics = policy_loss(current, behaviour, advantages, valid, settings, proximal_log_probs=anchor)
-    # RLinf divides by the chunks within the cap, AReaL and embodix by all that count.
-    kept = 1.0 - float(metrics["actor/behav_clip_fraction"])
-    assert kept < 1.0
-    torch.testing.assert_close(got, wanted * kept, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(slope(got, current), slope(wanted, current) * kept, rtol=1e-5, atol=1e-7)
-    assert statistics.metrics()["cap_fraction"] == pytest.approx(1.0 - kept, abs=1e-6)
+    settings = PolicyLossSettings(0.2, 0.28, 3.0, behaviour_cap=1.2)
+    kept = (proximal - behaviour).exp() <= 1.2
+    got, statistics = policy_loss(current, behaviour, advantages, valid, settings, proximal_log_probs=proximal)
+    # RLinf leaves out the chunks beyond the cap and divides by those within; embodix gives them the cap as weight.
+    beyond, _ = policy_loss(
+        current,
+        behaviour,
+        advantages,
+        valid & ~kept,
+        settings,
+        proximal_log_probs=proximal,
+        num_valid=float(valid.sum()),
+    )
+    share = 1.0 - float(metrics["actor/behav_clip_fraction"])
+    assert share < 1.0
+    torch.testing.assert_close(got - beyond, wanted * share, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(slope(got - beyond, current), slope(wanted, current) * share, rtol=1e-5, atol=1e-7)
+    assert statistics.metrics()["cap_fraction"] == pytest.approx(1.0 - share, abs=1e-6)
 
 
 def test_value_loss(rlinf):
@@ -127,27 +129,3 @@ def test_value_loss(rlinf):
     got = value_loss(values, returns, before, valid, ValueLossSettings(0.2, 1.5))
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(slope(got, values), slope(wanted, values), rtol=1e-5, atol=1e-7)
-
-
-def test_gae_with_normalised_advantages(rlinf):
-    torch.manual_seed(0)
-    rewards, values = torch.randn(7, 4), torch.randn(8, 4)
-    dones = torch.rand(8, 4) < 0.2
-    wanted, wanted_returns = rlinf.advantages.compute_gae_advantages_and_returns(
-        rewards, 0.97, 0.9, values, dones=dones, loss_mask=torch.ones(7, 4, dtype=torch.bool)
-    )
-    valid = torch.ones(7, 4, dtype=torch.bool)
-    steps = Transitions(rewards, values[:-1], values[1:], dones[1:], torch.zeros_like(valid), valid)
-    advantages, returns = generalized_advantages(steps, 0.97, 0.9)
-    torch.testing.assert_close(returns, wanted_returns, rtol=1e-5, atol=1e-5)
-    got = Moments.of(advantages, valid).normalise(advantages, valid)
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_group_advantages(rlinf):
-    torch.manual_seed(0)
-    scores, mask = torch.randn(3, 4), torch.ones(1, 12, dtype=torch.bool)
-    wanted, _ = rlinf.advantages.compute_grpo_advantages(scores, mask, 4)
-    groups = torch.arange(3).repeat_interleave(4)
-    got = group_advantages(scores.flatten(), groups, torch.ones(12, dtype=torch.bool))
-    torch.testing.assert_close(got, wanted[0], rtol=1e-5, atol=1e-6)

@@ -4,7 +4,7 @@
 import pytest
 from torch import nn
 
-from embodix_rl.flow.trainable import train_only
+from embodix_rl.flow.flow_policy import train_only
 
 
 def _policy():

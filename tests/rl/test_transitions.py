@@ -15,8 +15,17 @@ import pytest
 import torch
 
 from embodix.policies.flow_host import FlowSizes
-from embodix_rl.flow.chain import ChainPlan, ChainSettings, draw_chain_noise, run_chain, run_ode
-from embodix_rl.flow.transitions import TransitionTable, gaussian_entropy, gaussian_log_prob, transition_table
+from embodix_rl.flow.chain import (
+    ChainPlan,
+    ChainSettings,
+    TransitionTable,
+    draw_chain_noise,
+    gaussian_entropy,
+    gaussian_log_prob,
+    run_chain,
+    run_ode,
+    transition_table,
+)
 
 MEAN, SPREAD = 0.7, 0.3
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +110,26 @@ def select_features(cfg: DictConfig) -> FeatureSelection:
     if cfg.strict_plugins:
         plugins.registry().require_healthy()
     selection = FeatureSelection(
-        packing=_named_choice(cfg.packing),
-        attention=_named_choice(cfg.attention),
+        packing=named_choice(cfg.packing),
+        attention=named_choice(cfg.attention),
         vision_tokens=cfg.vision_tokens.name,
         action_pad=cfg.action_pad.name,
         flow_samples=cfg.flow_samples,
         mixture=is_mixture(cfg.dataset),
-        quantization=_named_choice(cfg.quantization),
-        precision=_named_choice(cfg.precision),
+        quantization=named_choice(cfg.quantization),
+        precision=named_choice(cfg.precision),
     )
+    require_known(selection)
+    return selection
+
+
+def require_known(selection: FeatureSelection) -> None:
+    """Check that every name of a selection is registered.
+
+    Raises:
+        embodix.plugins.PluginError: an unknown packer, attention backend, quantizer or precision.
+        ValueError: an unknown ``vision_tokens`` or ``action_pad``, or ``flow_samples`` below 1.
+    """
     plugins.registry().registration("packers", selection.packing.name)
     for kind, choice in (("quantizers", selection.quantization), ("precisions", selection.precision)):
         if choice.name != UNCHANGED:
@@ -129,7 +140,6 @@ def select_features(cfg: DictConfig) -> FeatureSelection:
     _require_one_of("action_pad", selection.action_pad, ("host", "mask"))
     if selection.flow_samples < 1:
         raise ValueError(f"flow_samples must be at least 1; got {selection.flow_samples}.")
-    return selection
 
 
 def select_training_features(cfg: DictConfig) -> FeatureSelection:
@@ -208,29 +218,43 @@ def _install_wrapper(
     if selection.is_upstream:
         return InstalledFeatures(None, "upstream dense eager")
     wrapper = support_of(policy.config.type).wrapper()
+    settings = packed_settings(policy, selection, accelerator.device, accelerator.mixed_precision)
+    composer = settings.packer if isinstance(settings.packer, BatchComposer) else None
+    step_count = StepCount() if composer is not None else None
+    settings = replace(
+        settings, reduce_count=step_count or _mean_over_ranks(accelerator), uneven_batches=composer is not None
+    )
+    backend = settings.attention.name if settings.attention is not None else "upstream dense eager"
+    return InstalledFeatures(wrapper.install(policy, settings), backend, wrapper, composer, step_count)
+
+
+def packed_settings(
+    policy: PreTrainedPolicy, selection: FeatureSelection, device: torch.device | str, mixed_precision: str = "no"
+) -> FastPathSettings:
+    """The packed computation of a selection in one process, as far as the choice of features decides it.
+
+    Args:
+        mixed_precision: accelerate's name of the dtype that autocast computes in.
+
+    Raises:
+        ValueError: the attention backend cannot run here.
+    """
     attention = None
     if selection.attention.name != "upstream":
         attention = choose_backend(
             selection.attention.name,
-            device=accelerator.device,
-            dtype=_attention_dtype(policy, accelerator),
-            head_dim=wrapper.head_dim(policy),
+            device=device,
+            dtype=_attention_dtype(policy, mixed_precision),
+            head_dim=support_of(policy.config.type).wrapper().head_dim(policy),
             candidates=_attention_candidates(selection.attention),
         )
-    packer = plugins.build("packers", selection.packing.name, selection.packing.options)
-    composer = packer if isinstance(packer, BatchComposer) else None
-    step_count = StepCount() if composer is not None else None
-    settings = FastPathSettings(
-        packer=packer,
+    return FastPathSettings(
+        packer=plugins.build("packers", selection.packing.name, selection.packing.options),
         attention=attention,
-        vision_tokens=selection.vision_tokens,  # type: ignore[arg-type]  # checked by select_features
+        vision_tokens=selection.vision_tokens,  # type: ignore[arg-type]  # checked by require_known
         action_pad=selection.action_pad,  # type: ignore[arg-type]
         flow_samples=selection.flow_samples,
-        reduce_count=step_count or _mean_over_ranks(accelerator),
-        uneven_batches=composer is not None,
     )
-    backend = attention.name if attention is not None else "upstream dense eager"
-    return InstalledFeatures(wrapper.install(policy, settings), backend, wrapper, composer, step_count)
 
 
 def _attention_candidates(choice: NamedChoice) -> dict[str, Callable[[], Any]]:
@@ -246,13 +270,13 @@ def _constructor(name: str, options: dict[str, Any]) -> Callable[[], Any]:
     return lambda: plugins.build("attention_backends", name, options)
 
 
-def _attention_dtype(policy: PreTrainedPolicy, accelerator: Accelerator) -> torch.dtype:
+def _attention_dtype(policy: PreTrainedPolicy, mixed_precision: str) -> torch.dtype:
     """The dtype attention will see: autocast's under mixed precision, else that of the policy's parameters."""
     own = support_of(policy.config.type).own_autocast(policy.config)
     if own is not None:
         dtype: torch.dtype = getattr(torch, own)
         return dtype
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
     if mixed is not None:
         return mixed
     return {"bfloat16": torch.bfloat16}.get(getattr(policy.config, "dtype", "float32"), torch.float32)
@@ -264,7 +288,8 @@ def _mean_over_ranks(accelerator: Accelerator) -> Callable[[torch.Tensor], torch
     return lambda count: over_ranks(count, accelerator, "mean")
 
 
-def _named_choice(node: Any) -> NamedChoice:
+def named_choice(node: Any) -> NamedChoice:
+    """The choice that a config's node holds."""
     plain = OmegaConf.to_container(node, resolve=True)
     assert isinstance(plain, dict)
     return NamedChoice(name=str(plain["name"]), options=dict(plain.get("options") or {}))

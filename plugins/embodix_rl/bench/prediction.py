@@ -9,9 +9,9 @@ from typing import Any
 from embodix_rl.bench.variants import BenchVariant
 from embodix_rl.latency import BatchTime, Durations
 from embodix_rl.scheduling.simulation import simulate
-from embodix_rl.scheduling.simulation.schedules import STOCK_ASYNC, STOCK_DECOUPLED, SYNC, Schedule, rl_vla3
+from embodix_rl.scheduling.simulation.schedules import STOCK_ASYNC, STOCK_DECOUPLED, SYNC, SimulatedSchedule, rl_vla3
 from embodix_rl.scheduling.simulation.workload import Workload
-from embodix_rl.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.virtual_clock import run_virtually
 
 NUM_STEPS, NUM_STEPS_STOCK = 8, 24
 WEIGHTS_S = 0.05  # of the latency policy, whose weights are small
@@ -29,7 +29,7 @@ def predicted_frames_per_s(variant: BenchVariant) -> float | None:
     return run_virtually(simulate(schedule, workload, steps)).summary.fresh_frames_per_s
 
 
-def _schedule(variant: BenchVariant) -> Schedule | None:
+def _schedule(variant: BenchVariant) -> SimulatedSchedule | None:
     runner, stages = variant.config["runner"], variant.plan.sizes.num_stages
     options: dict[str, Any] = runner["options"] or {}
     schedule = None
@@ -51,7 +51,7 @@ def _workload(variant: BenchVariant) -> Workload | None:
     config, sizes = variant.config, variant.plan.sizes
     if sizes.rollout_workers != 1 or sizes.actor_workers != 1 or sizes.update_epochs != 1:
         return None
-    inference, training = (_batch_time(config["policy"][name]) for name in ("inference_s", "training_s"))
+    inference, training = (BatchTime.of(config["policy"][name]) for name in ("inference_s", "training_s"))
     step = Durations.of(config["env"]["step_s"])
     envs_a_worker = sizes.num_envs // sizes.env_workers
     per_env_s = config["env"]["step_s_per_env"] * envs_a_worker
@@ -74,10 +74,6 @@ def _workload(variant: BenchVariant) -> Workload | None:
         sigma=step.sigma if not per_env_s else 0.0,
         seed=config["rl"]["seed"],
     )
-
-
-def _batch_time(points: dict[Any, float]) -> BatchTime:
-    return BatchTime({int(size): float(seconds) for size, seconds in points.items()})
 
 
 def _at_zero(times: BatchTime) -> float:

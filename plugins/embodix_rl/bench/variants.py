@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from embodix.config.compose import compose
-from embodix_rl.rlinf.plan import RunPlan, plan_run
+from embodix_rl.rlinf.run_plan import RunPlan, plan_run
 
 VARIANTS_FOLDER = "variants"
 _NAME = re.compile(r"[A-Za-z0-9_.+-]+")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flow-matching policy of LeRobot as a policy for reinforcement learning.
+"""A flow-matching policy of LeRobot as a policy for reinforcement learning, with its value head.
 
 Shape suffixes: B observations, F stochastic steps of each, T action steps, A padded action dimensions, D action
 dimensions that exist, W a width.
@@ -7,8 +7,10 @@ dimensions that exist, W a width.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 
 from embodix.contracts import FlowHost, ObservedFlow
 from embodix.policies.flow_host import Batch
+from embodix.policies.settings import FastPathSettings
+from embodix.policies.support import require_offered
 from embodix_rl.flow.chain import (
     Chain,
     ChainNoise,
@@ -26,7 +30,52 @@ from embodix_rl.flow.chain import (
     run_chain,
     run_ode,
 )
-from embodix_rl.flow.value_head import ValueHead, ValueSettings
+
+
+@dataclass(frozen=True)
+class ValueSettings:
+    """What the value head reads and how it is built.
+
+    Attributes:
+        features: ``prefix`` reads the observation alone, the mean over its tokens; ``action`` reads the action tokens
+            in the stochastic step, so that the value depends on the noise there too (π-RL, arXiv 2510.25889, takes
+            either, by the policy).
+        detached: the value loss does not train the policy.
+        hidden_sizes: widths of the hidden layers.
+    """
+
+    features: Literal["prefix", "action"] = "prefix"
+    detached: bool = True
+    hidden_sizes: tuple[int, ...] = (256, 128)
+
+    def __post_init__(self) -> None:
+        if self.features not in ("prefix", "action"):
+            raise ValueError(f"features of the value head are prefix or action; got {self.features!r}.")
+        if any(size < 1 for size in self.hidden_sizes):
+            raise ValueError(f"hidden_sizes are widths, 1 at least; got {self.hidden_sizes}.")
+
+
+class ValueHead(nn.Module):
+    """Normed features through a small network in fp32; 0 for every observation before it is trained."""
+
+    def __init__(self, width: int, settings: ValueSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        widths = (width, *settings.hidden_sizes)
+        layers: list[nn.Module] = [nn.LayerNorm(width)]
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after), nn.GELU()]
+        last = nn.Linear(widths[-1], 1)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.layers = nn.Sequential(*layers, last)
+
+    def forward(self, features_BW: Tensor) -> Tensor:
+        """``[B]`` values."""
+        features_BW = features_BW.detach() if self.settings.detached else features_BW
+        values_B: Tensor = self.layers(features_BW.float()).squeeze(-1)
+        return values_B
+
 
 BEFORE_KEY, AFTER_KEY, STEP_KEY = "chain.before", "chain.after", "chain.step"
 
@@ -49,8 +98,8 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Recomputed chunks, differentiable.
+class RecomputedChunks:
+    """Chunks that were sampled before, differentiable.
 
     Attributes:
         log_probs: ``[B, T', D]``, as in the rollout.
@@ -69,17 +118,29 @@ class FlowPolicy(nn.Module):
     ``policy`` is the host's module and keeps its parameter names; ``value_head`` stands beside it. Dropout is off in
     both methods: a log-probability under another dropout mask is that of another policy.
 
+    Sampling can compute with quantized weights; they have no gradient, so `evaluate` computes with those that they are
+    made from. These are also what `state_dict` gives and `load_state_dict` changes; sampling quantizes them again.
+
     Args:
         policy: the LeRobot policy.
         host: the same policy on the packed path.
         chain: where noise is drawn.
         value: the value head; None for none, as GRPO needs none.
+        quantizer: of the weights that sampling computes with (hook ``register_quantizers``); None for the policy's own.
     """
 
     def __init__(
-        self, policy: nn.Module, host: FlowHost, chain: ChainSettings, value: ValueSettings | None = None
+        self,
+        policy: nn.Module,
+        host: FlowHost,
+        chain: ChainSettings,
+        value: ValueSettings | None = None,
+        quantizer: Any = None,
     ) -> None:
         super().__init__()
+        self._quantizer, self._quantized, self._sampling_is_old = quantizer, None, False
+        self.register_state_dict_pre_hook(self._take_own_weights)
+        self.register_load_state_dict_pre_hook(self._take_own_weights)
         self.policy = policy
         self.host = host
         self.plan = ChainPlan(chain, host.sizes)
@@ -113,6 +174,7 @@ class FlowPolicy(nn.Module):
             raise ValueError(f"mode is train or eval; got {mode!r}.")
         if noise is not None and isinstance(noise, ChainNoise) != (mode == "train"):
             raise ValueError(f"mode={mode} takes {'a ChainNoise' if mode == 'train' else 'the initial noise'}.")
+        self._take_sampling_weights()
         flow = self.host.observe(batch)
         if mode == "eval":
             return self._sample_ode(batch, flow, generator, noise)
@@ -126,12 +188,13 @@ class FlowPolicy(nn.Module):
         """The noise of a batch in ``train`` mode, on the CPU."""
         return draw_chain_noise(self.plan, self.host.batch_size(batch), generator)
 
-    def evaluate(self, forward_inputs: Mapping[str, Tensor]) -> Evaluation:
+    def evaluate(self, forward_inputs: Mapping[str, Tensor]) -> RecomputedChunks:
         """Log-probabilities, entropy and values of chunks that were sampled before, by this policy as it is now.
 
         Args:
             forward_inputs: those of a rollout, its samples in any selection and order.
         """
+        self._take_own_weights()
         inputs = {key: value.to(self.host.device) for key, value in forward_inputs.items()}
         before_BFTA, step_BF = inputs.pop(BEFORE_KEY), inputs.pop(STEP_KEY)
         after_BFTD = inputs.pop(AFTER_KEY)
@@ -141,20 +204,31 @@ class FlowPolicy(nn.Module):
         )
         log_probs = self.plan.log_probs(mean_RTA.view_as(before_BFTA), after_BFTD, step_BF)
         values = self._values(steps.prefix_features_BW, steps.action_features_BFW.mean(dim=1))
-        return Evaluation(log_probs, self.plan.entropy(step_BF), values)
+        return RecomputedChunks(log_probs, self.plan.entropy(step_BF), values)
 
-    def forward(self, forward_inputs: Mapping[str, Tensor]) -> Evaluation:
-        """`evaluate`: what wrappers such as DDP and FSDP see as the training forward."""
-        return self.evaluate(forward_inputs)
+    def weights_changed(self) -> None:
+        """The high-precision weights were written to without `load_state_dict`: those that sampling takes are old."""
+        self._sampling_is_old = True
 
-    def parameter_groups(self, learning_rate: float, value_learning_rate: float) -> list[dict[str, Any]]:
-        """Groups for an optimizer: the policy's trainable parameters and those of the value head, if there is one."""
-        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        groups: list[dict[str, Any]] = [{"name": "policy", "params": trained, "lr": learning_rate}]
-        if self.value_head is not None:
-            head: Sequence[nn.Parameter] = list(self.value_head.parameters())
-            groups.append({"name": "value_head", "params": head, "lr": value_learning_rate})
-        return groups
+    def _take_sampling_weights(self) -> None:
+        """Quantize the weights where sampling is to compute with quantized ones and there are none of these."""
+        if self._quantizer is None:
+            return
+        if self._sampling_is_old:
+            self._take_own_weights()
+        if self._quantized is None:
+            self._quantized = self._quantizer.install(self.policy, self._policy_type())
+            self._sampling_is_old = False
+
+    def _take_own_weights(self, *_: Any) -> None:
+        """Put the high-precision weights back, which are trained, saved and exchanged."""
+        if self._quantized is not None:
+            self._quantized.uninstall()
+            self._quantized = None
+
+    def _policy_type(self) -> str:
+        policy: Any = self.policy
+        return str(policy.config.type)
 
     def _sample_ode(self, batch: Batch, flow: ObservedFlow, generator: Generators, noise: Any) -> Rollout:
         if noise is None and generator is not None:
@@ -177,3 +251,44 @@ class FlowPolicy(nn.Module):
 
     def _real(self, actions_BTA: Tensor) -> Tensor:
         return actions_BTA[..., : self.host.sizes.action_dims]
+
+
+def flow_policy(
+    policy: Any,
+    settings: FastPathSettings,
+    chain: ChainSettings,
+    value: ValueSettings | None = None,
+    quantizer: Any = None,
+) -> FlowPolicy:
+    """A policy of LeRobot with log-probabilities.
+
+    Args:
+        policy: upstream's policy, loaded, on its device; a fast path or a quantization may be installed on it.
+        settings: of the packed computation; ``attention=None`` computes upstream's dense attention.
+        chain: where noise is drawn, and how much.
+        value: the value head; None for none.
+        quantizer: of the weights that sampling computes with; None for the policy's own.
+
+    Raises:
+        embodix.contracts.NotOfferedError: a policy type without a flow.
+        ValueError: settings that don't fit it.
+    """
+    policy_type = getattr(getattr(policy, "config", None), "type", type(policy).__name__)
+    known = "Log-probabilities are known for policies of type"
+    support = require_offered(policy_type, "flow", known, "Choose one of these.")
+    return FlowPolicy(policy, support.flow(policy, settings), chain, value, quantizer)
+
+
+def train_only(policy: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze every parameter whose name none of some regular expressions is found in.
+
+    Raises:
+        ValueError: nothing would be trained; the message has the names of the modules that could be.
+    """
+    named = dict(policy.named_parameters())
+    chosen = {name for name in named if any(re.search(pattern, name) for pattern in patterns)}
+    if not chosen:
+        modules = sorted({name.rpartition(".")[0] for name in named})
+        raise ValueError(f"trainable={list(patterns)} names no parameter of the policy; its modules: {modules}.")
+    for name, parameter in named.items():
+        parameter.requires_grad_(name in chosen)

@@ -1,22 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO's clipped objective, decoupled for stale samples.
+"""PPO's clipped objective, decoupled for stale samples, and statistics of its importance ratios.
 
 The ratio that is clipped is taken to a proximal policy, a recent one; the weight of the proximal policy over the one
 that sampled corrects for staleness and has no gradient (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298).
 Where both are the same policy the weight is exactly 1 and this is PPO. GRPO is the same loss with its own advantages.
 
-Tensors are ``[B]``, ``[B, T]`` or ``[B, T, A]``, as ``log_probs.at_level`` leaves them.
+Tensors are ``[B]``, ``[B, T]`` or ``[B, T, A]``, as ``objective.at_level`` leaves them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from embodix_rl.objectives.ratios import RatioStatistics, bounded_ratio, ratio_statistics
+
+@dataclass(frozen=True)
+class RatioStatistics:
+    """Sums over the valid elements of a part; ``+`` gives those of both parts.
+
+    Attributes:
+        count: valid elements.
+        ratio, ratio_squared: of the policy that is trained to the one that sampled.
+        ratio_max: the largest.
+        log_ratio: for the approximate KL divergence.
+        behaviour_weight: of the proximal policy to the one that sampled, before its cap.
+        clipped, dual_clipped, capped: elements that lost their gradient to the clip, to the dual clip, and whose
+            behaviour weight was beyond its cap.
+    """
+
+    count: float = 0.0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    ratio_max: float = 0.0
+    log_ratio: float = 0.0
+    behaviour_weight: float = 0.0
+    clipped: float = 0.0
+    dual_clipped: float = 0.0
+    capped: float = 0.0
+
+    def __add__(self, other: RatioStatistics) -> RatioStatistics:
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return RatioStatistics(**{**sums, "ratio_max": max(self.ratio_max, other.ratio_max)})
+
+    def metrics(self) -> dict[str, float]:
+        """Means, the largest ratio, the effective sample size as a share, and the approximate KL divergence.
+
+        ``approx_kl`` is the mean of ``ratio - 1 - log(ratio)``, which is never negative (Schulman, 2020).
+        """
+        if not self.count:
+            return {}
+        return {
+            "ratio_mean": self.ratio / self.count,
+            "ratio_max": self.ratio_max,
+            "effective_sample_share": self.ratio**2 / (self.count * self.ratio_squared) if self.ratio_squared else 0.0,
+            "approx_kl": (self.ratio - self.log_ratio) / self.count - 1.0,
+            "behaviour_weight_mean": self.behaviour_weight / self.count,
+            "clip_fraction": self.clipped / self.count,
+            "dual_clip_fraction": self.dual_clipped / self.count,
+            "cap_fraction": self.capped / self.count,
+        }
+
+
+# exp(20) is 5e8: no clip lets such a ratio count, and products and sums with it stay finite in fp32.
+MAX_LOG_RATIO = 20.0
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """``exp(log_ratio)``, finite whatever the log-ratio."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@torch.no_grad()
+def ratio_statistics(
+    log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    valid: Tensor,
+    *,
+    behaviour_weight: Tensor | None = None,
+    clipped: Tensor | None = None,
+    dual_clipped: Tensor | None = None,
+    capped: Tensor | None = None,
+) -> RatioStatistics:
+    """Statistics of ``exp(log_probs - behaviour_log_probs)`` where ``valid``.
+
+    With the log-probabilities of training and those that a quantized or otherwise different sampler reported, this is
+    the mismatch between the two.
+    """
+    log_ratio = (log_probs - behaviour_log_probs)[valid].double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+
+    def total(values: Tensor | None) -> float:
+        return 0.0 if values is None else float(values[valid].double().sum())
+
+    return RatioStatistics(
+        count=float(ratio.numel()),
+        ratio=float(ratio.sum()),
+        ratio_squared=float(ratio.square().sum()),
+        ratio_max=float(ratio.max()) if ratio.numel() else 0.0,
+        log_ratio=float(log_ratio.sum()),
+        behaviour_weight=float(ratio.numel()) if behaviour_weight is None else total(behaviour_weight),
+        clipped=total(clipped),
+        dual_clipped=total(dual_clipped),
+        capped=total(capped),
+    )
 
 
 @dataclass(frozen=True)
@@ -27,16 +115,14 @@ class PolicyLossSettings:
         clip_low, clip_high: the ratio's distance from 1 beyond which it earns nothing more.
         dual_clip: where the advantage is negative the loss is no larger than this times its size (Ye et al., arXiv
             1912.09729); None for no such bound.
-        behaviour_cap: largest weight of the proximal policy over the one that sampled; None for no cap.
-        beyond_cap: ``clip`` gives an element beyond the cap the cap itself; ``drop`` gives it no weight, as AReaL and
-            RLinf do.
+        behaviour_cap: largest weight of the proximal policy over the one that sampled, which an element beyond it gets
+            too (AReaL and RLinf give it none); None for no cap.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
     behaviour_cap: float | None = 5.0
-    beyond_cap: Literal["clip", "drop"] = "clip"
 
     def __post_init__(self) -> None:
         if not (0.0 < self.clip_low < 1.0 and self.clip_high > 0.0):
@@ -47,8 +133,6 @@ class PolicyLossSettings:
             raise ValueError(f"dual_clip is above 1, or null for none; got {self.dual_clip}.")
         if self.behaviour_cap is not None and self.behaviour_cap < 1.0:
             raise ValueError(f"behaviour_cap is 1 at least, or null for none; got {self.behaviour_cap}.")
-        if self.beyond_cap not in ("clip", "drop"):
-            raise ValueError(f"beyond_cap is clip or drop; got {self.beyond_cap!r}.")
 
 
 def policy_loss(
@@ -111,10 +195,7 @@ def _cap(weight: Tensor, settings: PolicyLossSettings) -> tuple[Tensor, Tensor]:
     """The weight with its cap, and which elements were beyond it."""
     if settings.behaviour_cap is None:
         return weight, torch.zeros_like(weight, dtype=torch.bool)
-    capped = weight > settings.behaviour_cap
-    if settings.beyond_cap == "clip":
-        return weight.clamp(max=settings.behaviour_cap), capped
-    return torch.where(capped, 0.0, weight), capped
+    return weight.clamp(max=settings.behaviour_cap), weight > settings.behaviour_cap
 
 
 def _spread(values_B: Tensor, like: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def apply() -> Callable[[], None]:
     def get_env_cls(env_type: str, env_cfg: Any = None) -> Any:
         if env_cfg is None or env_cfg.get("embodix") is None:
             return upstream(env_type, env_cfg)
-        from embodix_rl.rlinf.environments import environment_class
+        from embodix_rl.rlinf.task_config import environment_class
 
         return environment_class(env_cfg)
 

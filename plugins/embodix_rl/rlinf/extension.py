@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from embodix import __version__
 from embodix.patching import apply_patch, is_applied
-from embodix_rl.rlinf.faults import WorkersDifferError
+from embodix_rl.report.spans import TimelineWriter
+from embodix_rl.rlinf.hosts import WorkersDifferError
+from embodix_rl.rlinf.task_config import FLOW_MODEL, LATENCY_MODEL
 
 MODULE = __name__
 COMMON_PATCHES = ("rlinf_cpu_platform",)
@@ -59,6 +63,26 @@ class WorkerReport:
     device: str
 
 
+def build_latency_policy(cfg: Any, torch_dtype: Any) -> Any:
+    """The policy with declared times."""
+    from embodix_rl.rlinf.latency_policy import LatencyPolicy
+
+    return LatencyPolicy.of(cfg)
+
+
+def build_flow_policy(cfg: Any, torch_dtype: Any) -> Any:
+    """A flow-matching policy of LeRobot."""
+    from embodix_rl.rlinf.flow_model import build_flow_model
+
+    return build_flow_model(cfg)
+
+
+MODEL_BUILDERS: dict[str, Callable[[Any, Any], Any]] = {
+    LATENCY_MODEL: build_latency_policy,
+    FLOW_MODEL: build_flow_policy,
+}
+
+
 def register() -> None:
     """RLinf calls it in every worker. Its channels have no role in the run: they stay as they are and start sooner."""
     if _roles:
@@ -68,8 +92,6 @@ def register() -> None:
 def register_models() -> None:
     """Make embodix's models known to RLinf in this process; the driver needs it before RLinf checks the config."""
     from rlinf.models import register_model
-
-    from embodix_rl.rlinf.models import MODEL_BUILDERS
 
     for model_type, builder in MODEL_BUILDERS.items():
         if model_type not in _registered:
@@ -117,6 +139,24 @@ def report(group: str, rank: int, device: str) -> dict[str, Any]:
             device=device,
         )
     )
+
+
+class ReportingWorker:
+    """Mixin for RLinf's workers: what is in force, and a timeline of what they do."""
+
+    def embodix_report(self) -> dict[str, Any]:
+        """A `WorkerReport` as plain containers."""
+        worker: Any = self
+        return report(worker._group_name, worker._rank, str(worker.torch_device_type))
+
+    def timeline_span(self, activity: str) -> AbstractContextManager[None]:
+        """Record what a block takes."""
+        return self._timeline.span(activity)
+
+    @cached_property
+    def _timeline(self) -> TimelineWriter:
+        worker: Any = self
+        return TimelineWriter(worker.cfg.embodix.timeline, f"{worker._group_name}:{worker._rank}")
 
 
 def require_reports(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[WorkerReport]:

@@ -19,21 +19,15 @@ from rlinf.models.embodiment.base_policy import BasePolicy
 from torch import Tensor, nn
 
 from embodix import plugins
-from embodix.attention.select import choose_backend
 from embodix.checkpoints.env_features import require_fitting_features
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
-from embodix.contracts import AttentionBackend
-from embodix.packing.layout import PaddingFreePacker
-from embodix.policies.settings import FastPathSettings
-from embodix.policies.support import support_of
+from embodix.training.features import UNCHANGED, packed_settings
 from embodix.training.host_config import decode_env
-from embodix_rl.flow.build import flow_policy
 from embodix_rl.flow.chain import ChainSettings
-from embodix_rl.flow.flow_policy import FlowPolicy
-from embodix_rl.flow.trainable import train_only
-from embodix_rl.flow.value_head import ValueSettings
+from embodix_rl.flow.flow_policy import FlowPolicy, ValueSettings, flow_policy, train_only
 from embodix_rl.rlinf.observations import from_host
+from embodix_rl.rlinf.task_config import selected_features
 
 _until_the_process_ends = ExitStack()  # the patches under which a policy was built stay as long as it
 
@@ -74,6 +68,10 @@ class FlowModel(nn.Module, BasePolicy):
         if self.flow.value_head is None:
             raise AttributeError("This policy has no value head.")
         return self.flow.value_head
+
+    def weights_changed(self) -> None:
+        """They were written to in place: what is quantized of them is old."""
+        self.flow.weights_changed()
 
     def predict_action_batch(
         self, env_obs: Mapping[str, Any], mode: Literal["train", "eval"] = "train", **_: Any
@@ -125,9 +123,13 @@ def build_flow_model(cfg: Any) -> FlowModel:
     policy = make_policy(cfg=config, env_cfg=env_cfg, rename_map=renames)
     if node["trainable"] is not None:
         train_only(policy, node["trainable"])
-    settings = FastPathSettings(PaddingFreePacker(), _attention(policy))
+    features = selected_features(node["features"])
+    settings = packed_settings(policy, features, _device())
     value = ValueSettings(**node["value"]) if node["add_value_head"] else None
-    flow = flow_policy(policy, settings, ChainSettings(**node["sampler"]), value)
+    quantizer = None
+    if features.quantization.name != UNCHANGED:
+        quantizer = plugins.build("quantizers", features.quantization.name, features.quantization.options)
+    flow = flow_policy(policy, settings, ChainSettings(**node["sampler"]), value, quantizer)
     return FlowModel(flow, pre, post, camera_keys(env_cfg), node["num_action_chunks"])
 
 
@@ -148,12 +150,3 @@ def _device() -> str:
     from rlinf.scheduler import Worker
 
     return str(Worker.torch_device_type)
-
-
-def _attention(policy: Any) -> AttentionBackend:
-    """The fastest backend that works here, as ``attention=auto`` takes it."""
-    wrapper = support_of(policy.config.type).wrapper()
-    first = next(policy.parameters())
-    names = plugins.registry().names("attention_backends")
-    candidates = {name: plugins.resolve("attention_backends", name) for name in names}
-    return choose_backend("auto", first.device, first.dtype, wrapper.head_dim(policy), candidates)

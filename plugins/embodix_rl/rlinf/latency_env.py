@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from embodix_rl.latency import Durations, spend
-from embodix_rl.rlinf.episodes import EpisodeStatistics
+from embodix_rl.rlinf.rollout_episodes import EpisodeStatistics
 
 
 class LatencyEnv:

@@ -60,7 +60,7 @@ class LatencyPolicy(nn.Module, BasePolicy):
         sizes = LatencySizes(cfg["state_dim"], cfg["num_action_chunks"], cfg["action_dim"], cfg["width"])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(cfg["seed"])
-            return cls(sizes, batch_time(cfg["inference_s"]), batch_time(cfg["training_s"]))
+            return cls(sizes, BatchTime.of(cfg["inference_s"]), BatchTime.of(cfg["training_s"]))
 
     def predict_action_batch(
         self, env_obs: Mapping[str, Any], mode: Literal["train", "eval"] = "train", **_: Any
@@ -106,8 +106,3 @@ class LatencyPolicy(nn.Module, BasePolicy):
 
     def _chunks(self, flat: Tensor) -> Tensor:
         return flat.reshape(-1, self._sizes.num_action_chunks, self._sizes.action_dim)
-
-
-def batch_time(points: Mapping[Any, Any]) -> BatchTime:
-    """Times by batch size from a config, whose keys may be strings."""
-    return BatchTime({int(size): float(seconds) for size, seconds in points.items()})

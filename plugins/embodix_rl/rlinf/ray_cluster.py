@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from embodix_rl.rlinf.faults import RayStartError
+from embodix_rl.rlinf.hosts import RayStartError
 from embodix_rl.schema import ClusterSettings
 
 # What other clusters leave in the environment; it must reach neither the head process nor this one.

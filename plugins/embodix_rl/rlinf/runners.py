@@ -6,9 +6,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from embodix_rl.rlinf.sizes import RunSizes, require_legal
+from embodix_rl.rlinf.run_sizes import RunSizes, require_legal
 
 _WORKERS = "embodix_rl.rlinf.workers"
 
@@ -20,30 +20,6 @@ class WorkerClasses:
     env: Any
     rollout: Any
     actor: Any
-
-
-class HostRunner(Protocol):
-    """How a run is scheduled; registered by ``register_runners``.
-
-    Building one imports no RLinf. `workers` and `runner_class` do.
-
-    Attributes:
-        evaluates: whether it can evaluate between training steps.
-    """
-
-    evaluates: bool
-
-    def check(self, sizes: RunSizes) -> None:
-        """Raise ValueError for sizes it can't run with."""
-
-    def host_settings(self, sizes: RunSizes) -> Mapping[str, Any]:
-        """Nodes that are merged over RLinf's config."""
-
-    def workers(self) -> WorkerClasses:
-        """Its worker classes."""
-
-    def runner_class(self) -> Any:
-        """RLinf's runner: ``(cfg, actor, rollout, env)``, ``initworker_classes()``, ``run()``."""
 
 
 class SyncRunner:
@@ -74,9 +50,7 @@ class PipelineRunner(SyncRunner):
         return {"runner": {"use_training_pipeline": True}}
 
     def workers(self) -> WorkerClasses:
-        return worker_classes(
-            "env:EmbodixEnvWorker", "rollout:EmbodixRolloutWorker", "pipeline_actor:EmbodixPipelineActor"
-        )
+        return worker_classes("env:EmbodixEnvWorker", "rollout:EmbodixRolloutWorker", "actor:EmbodixPipelineActor")
 
 
 class RlinfAsyncRunner:
@@ -114,9 +88,7 @@ class RlinfAsyncRunner:
 
     def workers(self) -> WorkerClasses:
         return worker_classes(
-            "async_env:EmbodixAsyncEnvWorker",
-            "async_rollout:EmbodixAsyncRolloutWorker",
-            "async_actor:EmbodixAsyncActor",
+            "env:EmbodixAsyncEnvWorker", "rollout:EmbodixAsyncRolloutWorker", "actor:EmbodixAsyncActor"
         )
 
     def runner_class(self) -> Any:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from embodix.contracts import Simulators, StepOutcome
-from embodix_rl.rlinf.episode_seeds import EpisodeSeeds
-from embodix_rl.rlinf.episodes import EpisodeStatistics
 from embodix_rl.rlinf.observations import cameras_of, to_host
+from embodix_rl.rlinf.rollout_episodes import EpisodeSeeds, EpisodeStatistics
 
 
 class SimulatorEnv:

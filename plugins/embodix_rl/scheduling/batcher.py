@@ -15,12 +15,11 @@ from typing import Any, Literal, Protocol
 from embodix_rl.scheduling.channels import ChannelClosed, Receive
 from embodix_rl.scheduling.waiting import Wait, WaitTimeout, listed
 
-Unit = Literal["requests", "samples"]
 Reason = Literal["full", "waited", "closed"]
 
 
 @dataclass(frozen=True)
-class Request[P]:
+class InferenceRequest[P]:
     """One shard of observations that waits for its actions.
 
     Attributes:
@@ -46,25 +45,19 @@ class BatchLimits:
     """When a batch leaves.
 
     Attributes:
-        max_size: as soon as it holds so much (B_max). It never holds more.
+        max_size: as soon as it holds so many requests (B_max). It never holds more.
         max_wait_s: when its first request has waited so long (T_max). It takes along what is there, so with 0 a free
             server takes whatever waits.
-        unit: what `max_size` counts.
     """
 
     max_size: int
     max_wait_s: float
-    unit: Unit = "requests"
 
     def __post_init__(self) -> None:
         if self.max_size < 1:
             raise ValueError(f"`max_size` must be at least 1, got {self.max_size}.")
         if not self.max_wait_s >= 0:
             raise ValueError(f"`max_wait_s` must be 0 or more, got {self.max_wait_s}.")
-
-    def size_of(self, request: Request[Any]) -> int:
-        """What a request counts."""
-        return 1 if self.unit == "requests" else request.size
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,7 @@ class Batch[P]:
         reason: why then.
     """
 
-    requests: tuple[Request[P], ...]
+    requests: tuple[InferenceRequest[P], ...]
     arrived_at: tuple[float, ...]
     left_at: float
     reason: Reason
@@ -135,7 +128,7 @@ class DynamicBatcher[P]:
 
     def __init__(
         self,
-        requests: Receive[Request[P]],
+        requests: Receive[InferenceRequest[P]],
         policy: BatchPolicy,
         *,
         name: str = "rollout",
@@ -144,8 +137,8 @@ class DynamicBatcher[P]:
     ) -> None:
         self._requests, self._policy = requests, policy
         self._name, self._clients, self._deadline_s = name, clients, deadline_s
-        self._held: deque[tuple[Request[P], float]] = deque()
-        self._posted: asyncio.Task[tuple[Request[P], float]] | None = None
+        self._held: deque[tuple[InferenceRequest[P], float]] = deque()
+        self._posted: asyncio.Task[tuple[InferenceRequest[P], float]] | None = None
 
     async def next_batch(self) -> Batch[P]:
         """The next batch. Cancelling the call loses no request: the next call goes on with what had arrived.
@@ -153,7 +146,6 @@ class DynamicBatcher[P]:
         Raises:
             ChannelClosed: all requests have left and none will come.
             WaitTimeout: no request came within the deadline.
-            ValueError: a request is larger than the largest batch.
         """
         limits = self._policy.limits()
         reason = await self._fill(limits)
@@ -163,7 +155,7 @@ class DynamicBatcher[P]:
         """Tell the policy how long a batch took, when its answers have been sent."""
         self._policy.observe(batch, inference_s)
 
-    async def close(self) -> list[Request[P]]:
+    async def close(self) -> list[InferenceRequest[P]]:
         """Withdraw the posted receive; returns the requests that have arrived and will not be answered."""
         if self._posted is not None:
             self._posted.cancel()
@@ -177,7 +169,7 @@ class DynamicBatcher[P]:
 
     async def _fill(self, limits: BatchLimits) -> Reason:
         loop = asyncio.get_running_loop()
-        while self._size(limits) < limits.max_size:
+        while len(self._held) < limits.max_size:
             if self._held:
                 rest_s = self._held[0][1] + limits.max_wait_s - loop.time()
                 if not await self._arrives(max(rest_s, 0.0)):
@@ -207,7 +199,7 @@ class DynamicBatcher[P]:
         self._held.append(posted.result())
         return True
 
-    async def _receive(self) -> tuple[Request[P], float]:
+    async def _receive(self) -> tuple[InferenceRequest[P], float]:
         request = await self._requests.receive()
         return request, asyncio.get_running_loop().time() if request.sent_at is None else request.sent_at
 
@@ -215,20 +207,7 @@ class DynamicBatcher[P]:
         posted = self._posted
         return posted is not None and posted.done() and isinstance(posted.exception(), ChannelClosed)
 
-    def _size(self, limits: BatchLimits) -> int:
-        return sum(limits.size_of(request) for request, _ in self._held)
-
     def _leave(self, limits: BatchLimits, reason: Reason) -> Batch[P]:
-        taken: list[tuple[Request[P], float]] = []
-        room = limits.max_size
-        while self._held and limits.size_of(self._held[0][0]) <= room:
-            room -= limits.size_of(self._held[0][0])
-            taken.append(self._held.popleft())
-        if not taken:
-            request = self._held[0][0]
-            raise ValueError(
-                f"A request of {limits.size_of(request)} {limits.unit} from {request.client!r} exceeds the largest "
-                f"batch of {limits.max_size}. Raise `max_size` or send smaller shards."
-            )
+        taken = [self._held.popleft() for _ in range(min(len(self._held), limits.max_size))]
         requests, arrivals = zip(*taken, strict=True)
         return Batch(requests, arrivals, asyncio.get_running_loop().time(), reason)

@@ -8,21 +8,18 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
 from embodix_rl.scheduling.protocol import (
-    Advanced,
     Command,
-    Drain,
-    DrainAsked,
+    ComponentEnded,
+    ComponentFailed,
+    ComponentStarted,
+    DrainCommand,
     DrainMode,
-    Ended,
-    Event,
-    Failed,
-    Kill,
     Phase,
+    RunEvent,
     RunProtocol,
-    Start,
-    Started,
+    StartCommand,
+    VersionAdvanced,
 )
-from embodix_rl.scheduling.supervision import Heartbeats
 
 LAST_WORDS_S = 30.0  # for kills that are still under way when the run has ended
 
@@ -34,8 +31,8 @@ class RunFailedError(RuntimeError):
 class Component(Protocol):
     """One component, in this process or somewhere else."""
 
-    async def start(self, is_restart: bool) -> None:
-        """Set up; the component runs when this returns. After a restart nothing of its last life may remain."""
+    async def start(self) -> None:
+        """Set up; the component runs when this returns."""
         ...
 
     async def run(self) -> None:
@@ -51,38 +48,27 @@ class Component(Protocol):
         ...
 
 
-Life = tuple[str, int]  # a component and how often it has begun or been ended
-
-
 class Conductor:
-    """Starts, watches, drains and restarts components until the run has ended.
+    """Starts, watches and drains components until the run has ended.
 
     Args:
         protocol: of a run that has not begun.
         components: by the names in the protocol; `add` for those that need the conductor first.
-        heartbeats: whoever reports to it and falls silent has failed; None where nobody reports.
     """
 
-    def __init__(
-        self, protocol: RunProtocol, components: Mapping[str, Component], heartbeats: Heartbeats | None = None
-    ) -> None:
-        self.protocol, self._components, self._heartbeats = protocol, dict(components), heartbeats
-        self._events: asyncio.Queue[tuple[Life | None, Event]] = asyncio.Queue()
+    def __init__(self, protocol: RunProtocol, components: Mapping[str, Component]) -> None:
+        self.protocol, self._components = protocol, dict(components)
+        self._events: asyncio.Queue[RunEvent] = asyncio.Queue()
         self._lives: dict[str, asyncio.Task[None]] = {}
-        self._life_number = dict.fromkeys(self._components, 0)
         self._asking: set[asyncio.Task[None]] = set()
 
     def add(self, who: str, component: Component) -> None:
         """One more component, before `run`."""
-        self._components[who], self._life_number[who] = component, 0
+        self._components[who] = component
 
     def advanced(self, version: int) -> None:
         """The trainer offers `version`."""
-        self._events.put_nowait((None, Advanced(version)))
-
-    def ask_to_drain(self, reason: str) -> None:
-        """End the run in good order."""
-        self._events.put_nowait((None, DrainAsked(reason)))
+        self._events.put_nowait(VersionAdvanced(version))
 
     async def run(self) -> None:
         """The whole run.
@@ -101,76 +87,42 @@ class Conductor:
 
     async def _next_event(self) -> None:
         """Wait for news or for a deadline, and do what the protocol says."""
-        due = [moment for moment in (self.protocol.next_deadline(), self._next_silence()) if moment is not None]
         try:
-            async with asyncio.timeout_at(min(due) if due else None):
-                life, event = await self._events.get()
+            async with asyncio.timeout_at(self.protocol.next_deadline()):
+                event = await self._events.get()
         except TimeoutError:
             self._execute(self.protocol.tick(self._now()))
-            self._fail_the_silent()
             return
-        if life is None or life[1] == self._life_number[life[0]]:
-            self._execute(self.protocol.handle(event, self._now()))
-
-    def _next_silence(self) -> float | None:
-        return self._heartbeats.next_deadline() if self._heartbeats is not None else None
-
-    def _fail_the_silent(self) -> None:
-        if self._heartbeats is None:
-            return
-        now = self._now()
-        for silence in self._heartbeats.overdue(now):
-            self._heartbeats.forget(silence.who)
-            self._execute([Kill(silence.who)])
-            self._execute(self.protocol.handle(Failed(silence.who, silence.describe(now)), now))
+        self._execute(self.protocol.handle(event, self._now()))
 
     def _execute(self, commands: list[Command]) -> None:
         for command in commands:
-            component = self._components[command.who]
-            if isinstance(command, Start):
-                self._begin_life(command.who, command.is_restart)
-            elif isinstance(command, Drain):
-                self._ask(command.who, component.drain(command.mode))
+            who, component = command.who, self._components[command.who]
+            if isinstance(command, StartCommand):
+                self._lives[who] = asyncio.create_task(self._live(who, component), name=who)
+            elif isinstance(command, DrainCommand):
+                self._ask(who, component.drain(command.mode))
             else:
-                self._end_life(command.who)
-                self._ask(command.who, component.kill())
+                self._lives.pop(who).cancel()
+                self._ask(who, component.kill())
 
-    def _begin_life(self, who: str, is_restart: bool) -> None:
-        self._end_life(who)
-        number = self._life_number[who]
-        self._lives[who] = asyncio.create_task(self._live((who, number), is_restart), name=who)
-
-    def _end_life(self, who: str) -> None:
-        """Nothing that this life still says counts."""
-        self._life_number[who] += 1
-        if self._heartbeats is not None:
-            self._heartbeats.forget(who)
-        life = self._lives.pop(who, None)
-        if life is not None:
-            life.cancel()
-
-    async def _live(self, life: Life, is_restart: bool) -> None:
-        who, component = life[0], self._components[life[0]]
+    async def _live(self, who: str, component: Component) -> None:
         try:
-            if is_restart:
-                await component.kill()
-            await component.start(is_restart)
-            self._events.put_nowait((life, Started(who)))
+            await component.start()
+            self._events.put_nowait(ComponentStarted(who))
             await component.run()
-            self._events.put_nowait((life, Ended(who)))
+            self._events.put_nowait(ComponentEnded(who))
         except Exception as error:  # whatever it is, it is this component's failure and goes into the report
-            self._events.put_nowait((life, Failed(who, _reason(error))))
+            self._events.put_nowait(ComponentFailed(who, _reason(error)))
 
     def _ask(self, who: str, asked: Coroutine[Any, Any, None]) -> None:
         """Drain or kill beside the conductor's own work; a component that can't even be asked has failed."""
-        life = (who, self._life_number[who])
 
         async def ask() -> None:
             try:
                 await asked
             except Exception as error:
-                reason = f"it does not take its end: {_reason(error)}"
-                self._events.put_nowait((life, Failed(who, reason)))
+                self._events.put_nowait(ComponentFailed(who, f"it does not take its end: {_reason(error)}"))
 
         task = asyncio.create_task(ask(), name=f"end {who}")
         self._asking.add(task)

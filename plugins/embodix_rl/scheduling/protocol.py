@@ -6,10 +6,9 @@ Components stand in stages, consumers before producers: weight exchange, trainer
 - *start*: stage by stage; a stage starts when all before it run, so nothing is produced that nobody takes.
 - *advance*: the trainer announces each policy version, one after the other.
 - *drain*: stage by stage from the last: environment workers end their trajectories, rollout workers answer them, then
-  the trainer ends, then the weight exchange. A run drains when the trainer ends, or when it is asked to.
-- *failure*: a component whose stage may be restarted is restarted while the budget lasts; its unfinished trajectory is
-  masked. Any other failure drains the rest with ``cut``: trajectories end at once, unfinished. A component that does
-  not answer within its deadline has failed, in whatever state it is; one that does not end is killed.
+  the trainer ends, then the weight exchange. A run drains when the trainer ends.
+- *failure*: it drains the rest with ``cut``: trajectories end at once, unfinished. A component that does not answer
+  within its deadline has failed, in whatever state it is; one that does not end is killed.
 
 Events go in by `handle`, commands come out; `Conductor` executes them on asyncio. Every state but the last has either
 a deadline or a component that runs, so there is always a next move; the tests walk through interleavings to hold it.
@@ -21,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
-
-from embodix_rl.scheduling.supervision import RestartBudget
 
 DrainMode = Literal["finish", "cut"]
 
@@ -48,71 +45,61 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
-class Stage:
+class RunStage:
     """Components that start and drain together.
 
     Attributes:
         components: their names.
-        may_restart: a failure restarts the component instead of ending the run.
         may_end: a component may end before it is asked to: an environment worker when the run needs no more samples.
         ends_run: the run is complete when these have ended: the trainer.
     """
 
     components: tuple[str, ...]
-    may_restart: bool = False
     may_end: bool = False
     ends_run: bool = False
 
 
 @dataclass(frozen=True)
-class Started:
+class ComponentStarted:
     """A component runs."""
 
     who: str
 
 
 @dataclass(frozen=True)
-class Advanced:
+class VersionAdvanced:
     """The trainer offers a policy version."""
 
     version: int
 
 
 @dataclass(frozen=True)
-class Ended:
+class ComponentEnded:
     """A component has ended, asked or by itself."""
 
     who: str
 
 
 @dataclass(frozen=True)
-class Failed:
+class ComponentFailed:
     """A component has failed, or is taken to have."""
 
     who: str
     reason: str
 
 
-@dataclass(frozen=True)
-class DrainAsked:
-    """Somebody wants the run to end in good order: a user, a time limit."""
-
-    reason: str
-
-
-Event = Started | Advanced | Ended | Failed | DrainAsked
+RunEvent = ComponentStarted | VersionAdvanced | ComponentEnded | ComponentFailed
 
 
 @dataclass(frozen=True)
-class Start:
-    """Start a component, or start it again."""
+class StartCommand:
+    """Start a component."""
 
     who: str
-    is_restart: bool = False
 
 
 @dataclass(frozen=True)
-class Drain:
+class DrainCommand:
     """Ask a component to end; one that still starts ends as soon as it has."""
 
     who: str
@@ -120,13 +107,13 @@ class Drain:
 
 
 @dataclass(frozen=True)
-class Kill:
+class KillCommand:
     """End a component without asking."""
 
     who: str
 
 
-Command = Start | Drain | Kill
+Command = StartCommand | DrainCommand | KillCommand
 
 
 @dataclass(frozen=True)
@@ -149,7 +136,6 @@ class RunProtocol:
 
     Args:
         stages: in the order of starting; names are unique.
-        budget: restarts an hour.
         deadlines: of the components.
         version: that the run begins with.
 
@@ -157,20 +143,18 @@ class RunProtocol:
         ValueError: no stage ends the run, or a name occurs twice.
     """
 
-    def __init__(
-        self, stages: Sequence[Stage], budget: RestartBudget, deadlines: Deadlines | None = None, version: int = 0
-    ) -> None:
+    def __init__(self, stages: Sequence[RunStage], deadlines: Deadlines | None = None, version: int = 0) -> None:
         names = [name for stage in stages for name in stage.components]
         if len(set(names)) < len(names) or not any(stage.ends_run for stage in stages):
             raise ValueError(f"Stages need unique names and one that ends the run; got {list(stages)}.")
-        self._stages, self._budget, self._deadlines = list(stages), budget, deadlines or Deadlines()
+        self._stages, self._deadlines = list(stages), deadlines or Deadlines()
         self._stage_of = {name: stage for stage in stages for name in stage.components}
         self.states = dict.fromkeys(names, State.WAITING)
         self._since = dict.fromkeys(names, 0.0)
         self.phase, self.version = Phase.STARTING, version
         self.mode: DrainMode = "finish"
         self.reason: str | None = None
-        self.failures: list[Failed] = []
+        self.failures: list[ComponentFailed] = []
 
     @property
     def has_failed(self) -> bool:
@@ -181,26 +165,24 @@ class RunProtocol:
         """Start the first stage."""
         return self._go_on(now)
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: RunEvent, now: float) -> list[Command]:
         """What to do now that `event` has happened. Late news of components that are gone changes nothing.
 
         Raises:
             ValueError: an unknown component, or a version that is not the next one.
         """
-        if isinstance(event, Advanced):
+        if isinstance(event, VersionAdvanced):
             if event.version != self.version + 1:
                 raise ValueError(f"Version {self.version + 1} comes after {self.version}, got {event.version}.")
             self.version = event.version
             return []
-        if isinstance(event, DrainAsked):
-            return self._drain("finish", event.reason, now)
         if event.who not in self.states:
             raise ValueError(f"Components are {list(self.states)}, got {event.who!r}.")
         if self.states[event.who] in (State.STOPPED, State.FAILED, State.WAITING):
             return []
-        if isinstance(event, Started):
+        if isinstance(event, ComponentStarted):
             return self._started(event.who, now)
-        return self._ended(event.who, now) if isinstance(event, Ended) else self._failed(event, now)
+        return self._ended(event.who, now) if isinstance(event, ComponentEnded) else self._failed(event, now)
 
     def tick(self, now: float) -> list[Command]:
         """Have deadlines that passed count as failures."""
@@ -214,7 +196,7 @@ class RunProtocol:
                 f"the run waits for {who} to {asked}, since t={self._since[who]:.3f} s "
                 f"({now - self._since[who]:.3f} s of at most {limit:g} s)"
             )
-            commands += [Kill(who), *self.handle(Failed(who, reason), now)]
+            commands += [KillCommand(who), *self.handle(ComponentFailed(who, reason), now)]
         return commands
 
     def next_deadline(self) -> float | None:
@@ -236,23 +218,16 @@ class RunProtocol:
     def _ended(self, who: str, now: float) -> list[Command]:
         stage, asked = self._stage_of[who], self.states[who] is State.DRAINING
         if not (asked or stage.may_end or stage.ends_run):
-            return self._failed(Failed(who, "it ended before it was asked to"), now)
+            return self._failed(ComponentFailed(who, "it ended before it was asked to"), now)
         self._set(who, State.STOPPED, now)
         if stage.ends_run and all(self.states[name] is State.STOPPED for name in stage.components):
             return self._drain("finish", "training is complete", now)
         return self._go_on(now)
 
-    def _failed(self, event: Failed, now: float) -> list[Command]:
+    def _failed(self, event: ComponentFailed, now: float) -> list[Command]:
         self.failures.append(event)
-        draining = self.phase is Phase.DRAINING
-        if self._stage_of[event.who].may_restart and not draining and self._budget.spend(now):
-            self._set(event.who, State.STARTING, now)
-            return [Start(event.who, is_restart=True)]
         self._set(event.who, State.FAILED, now)
-        if draining and self._stage_of[event.who].may_restart:
-            return self._go_on(now)
-        spent = f"; {self._budget.describe(now)}" if self._stage_of[event.who].may_restart else ""
-        return self._drain("cut", f"{event.who} failed: {event.reason}{spent}", now)
+        return self._drain("cut", f"{event.who} failed: {event.reason}", now)
 
     def _drain(self, mode: DrainMode, reason: str, now: float) -> list[Command]:
         """Begin to drain, or make the draining that goes on a cut."""
@@ -266,7 +241,7 @@ class RunProtocol:
         asked = [who for who, state in self.states.items() if state is State.DRAINING]
         for who in asked:  # those that were asked to finish are now asked to cut
             self._since[who] = now
-        return [*(Drain(who, mode) for who in asked), *self._go_on(now)]
+        return [*(DrainCommand(who, mode) for who in asked), *self._go_on(now)]
 
     def _go_on(self, now: float) -> list[Command]:
         """The next stage to start or to drain, when the one before has done so."""
@@ -282,7 +257,7 @@ class RunProtocol:
             if states == {State.WAITING}:
                 for name in stage.components:
                     self._set(name, State.STARTING, now)
-                return [Start(name) for name in stage.components]
+                return [StartCommand(name) for name in stage.components]
         self.phase = Phase.RUNNING
         return []
 
@@ -293,7 +268,7 @@ class RunProtocol:
             for name in asked:
                 self._set(name, State.DRAINING, now)
             if live:
-                return [Drain(name, self.mode) for name in asked]
+                return [DrainCommand(name, self.mode) for name in asked]
         self.phase = Phase.ENDED
         return []
 

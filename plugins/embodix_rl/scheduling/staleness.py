@@ -30,67 +30,51 @@ class GateSettings:
         max_staleness: versions between the generation of a sample and the batch that trains it, at most.
         queue_depth: samples under way or finished and not yet taken, at most; None for as many as `max_staleness`
             allows.
-        admission_size: samples that are admitted together, as one ticket: the shard of an environment worker, or a
-            group of GRPO, which therefore is trained in one batch.
         num_batches: global batches of the run; None for no end.
         first_version: the policy version that the run begins with.
 
     Raises:
-        ValueError: a value out of range, or a batch that tickets do not fill.
+        ValueError: a value out of range.
     """
 
     batch_size: int
     max_staleness: int = 1
     queue_depth: int | None = None
-    admission_size: int = 1
     num_batches: int | None = None
     first_version: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"batch_size": 1, "max_staleness": 0, "admission_size": 1, "first_version": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
-        if self.num_batches is not None and self.num_batches < 1:
-            raise ValueError(f"`num_batches` must be at least 1, got {self.num_batches}.")
-        if self.batch_size % self.admission_size:
-            lower = self.batch_size // self.admission_size * self.admission_size
-            nearest = [size for size in (lower, lower + self.admission_size) if size]
-            raise ValueError(
-                f"A global batch is made of whole admissions of {self.admission_size} samples; got "
-                f"batch_size={self.batch_size}, the nearest that fit are {nearest}."
-            )
-        if self.queue_depth is not None and self.queue_depth < self.admission_size:
-            raise ValueError(
-                f"`queue_depth` must hold one admission of {self.admission_size} samples, got {self.queue_depth}."
-            )
+        leasts = {"batch_size": 1, "max_staleness": 0, "queue_depth": 1, "num_batches": 1, "first_version": 0}
+        for name, least in leasts.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {value}.")
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """The right to generate `size` samples, to be used once.
+    """The right to generate a sample, to be used once.
 
     Attributes:
         number: unique in a run.
         version: the oldest policy version that its actions can carry.
         deadline: the last global batch that may train it.
-        size: samples.
-        who: generates them.
+        who: generates it.
     """
 
     number: int
     version: int
     deadline: int
-    size: int
     who: str
 
 
 @dataclass(frozen=True, eq=False)
-class Finished:
-    """Generated samples.
+class FinishedSample:
+    """A generated sample.
 
     Attributes:
-        ticket: that they were generated under.
-        payload: whatever the trainer wants of them.
+        ticket: that it was generated under.
+        payload: whatever the trainer wants of it.
         valid: False for a trajectory cut off by a failure: it keeps its place in the batch, at zero weight.
     """
 
@@ -106,7 +90,6 @@ class GateCounts:
     admitted: int = 0
     finished: int = 0
     masked: int = 0
-    abandoned: int = 0
     taken: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
 
@@ -134,7 +117,7 @@ class StalenessGate:
         self._adopted: dict[str, int] = {}
         self._filling, self._room = settings.first_version, settings.batch_size
         self._under_way: dict[int, Ticket] = {}
-        self._finished: list[Finished] = []
+        self._finished: list[FinishedSample] = []
         self._number = 0
         self.num_under_way = 0  # samples admitted and not yet taken
         self._queue: list[object] = []
@@ -144,11 +127,6 @@ class StalenessGate:
     def filling(self) -> int:
         """The number of the batch that `take` fills."""
         return self._filling
-
-    @property
-    def room(self) -> int:
-        """Samples that this batch still lacks."""
-        return self._room
 
     @property
     def is_over(self) -> bool:
@@ -213,45 +191,25 @@ class StalenessGate:
 
     def may_admit(self) -> bool:
         """Whether one more ticket fits."""
-        settings, under_way = self.settings, self.num_under_way
-        if settings.queue_depth is not None and under_way + settings.admission_size > settings.queue_depth:
-            return False
-        return under_way + settings.admission_size <= self._room_until(self._deadline())
+        depth, under_way = self.settings.queue_depth, self.num_under_way
+        return (depth is None or under_way < depth) and under_way < self._room_until(self._deadline())
 
-    async def finish(self, finished: Finished) -> None:
+    async def finish(self, finished: FinishedSample) -> None:
         """Hand in what was generated under a ticket.
 
         Raises:
-            ValueError: the ticket is not under way: unknown, used before, or abandoned.
+            ValueError: the ticket is not under way: unknown, or used before.
         """
-        ticket = self._end(finished.ticket)
+        if self._under_way.pop(finished.ticket.number, None) != finished.ticket:
+            raise ValueError(f"{finished.ticket} is not under way: it was handed in before, or never issued.")
         async with self._changed:
             self._finished.append(finished)
-            self.counts.finished += ticket.size
-            self.counts.masked += 0 if finished.valid else ticket.size
+            self.counts.finished += 1
+            self.counts.masked += not finished.valid
             self._changed.notify_all()
 
-    async def abandon(self, ticket: Ticket) -> None:
-        """Give a ticket back: its samples will not come, and others may be generated instead.
-
-        Raises:
-            ValueError: the ticket is not under way.
-        """
-        self._end(ticket)
-        async with self._changed:
-            self.num_under_way -= ticket.size
-            self.counts.abandoned += ticket.size
-            self._changed.notify_all()
-
-    async def lose(self, who: str, payload: Any = None) -> list[Ticket]:
-        """`who` has failed: what it had under way is handed in as invalid, so it keeps its place at zero weight."""
-        lost = [ticket for ticket in self._under_way.values() if ticket.who == who]
-        for ticket in lost:
-            await self.finish(Finished(ticket, payload, valid=False))
-        return lost
-
-    async def take(self, who: str = "trainer") -> Finished:
-        """The next finished samples for the batch that is being filled, the earliest deadline first.
+    async def take(self, who: str = "trainer") -> FinishedSample:
+        """The next finished sample for the batch that is being filled, the earliest deadline first.
 
         Raises:
             WaitTimeout: the deadline passed; names who generates what is missing.
@@ -268,13 +226,6 @@ class StalenessGate:
             self._count(taken)
             self._changed.notify_all()
             return taken
-
-    async def take_batch(self, who: str = "trainer") -> list[Finished]:
-        """Everything that the batch being filled still lacks."""
-        batch, taken = self._filling, []
-        while self._filling == batch:
-            taken.append(await self.take(who))
-        return taken
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps between two batches; the finished samples' payloads are the caller's to write."""
@@ -297,28 +248,21 @@ class StalenessGate:
             raise ValueError(f"Batch {state['filling']} is past the deadline of {late[0]}.")
         self.version, self._filling, self._room = state["version"], state["filling"], state["room"]
         self._number, self._finished = state["number"], list(state["finished"])
-        self.num_under_way = sum(one.ticket.size for one in self._finished)
+        self.num_under_way = len(self._finished)
 
     def _ticket(self, who: str) -> Ticket:
-        settings = self.settings
-        ticket = Ticket(self._number, self.generating_version, self._deadline(), settings.admission_size, who)
+        ticket = Ticket(self._number, self.generating_version, self._deadline(), who)
         self._number += 1
         self._under_way[ticket.number] = ticket
-        self.num_under_way += ticket.size
-        self.counts.admitted += ticket.size
+        self.num_under_way += 1
+        self.counts.admitted += 1
         return ticket
 
-    def _end(self, ticket: Ticket) -> Ticket:
-        if self._under_way.pop(ticket.number, None) != ticket:
-            raise ValueError(f"{ticket} is not under way: it was handed in before, given back, or never issued.")
-        return ticket
-
-    def _count(self, taken: Finished) -> None:
-        size = taken.ticket.size
-        self.num_under_way -= size
-        self.counts.taken += size
-        self.counts.staleness[self._filling - taken.ticket.version] += size
-        self._room -= size
+    def _count(self, taken: FinishedSample) -> None:
+        self.num_under_way -= 1
+        self.counts.taken += 1
+        self.counts.staleness[self._filling - taken.ticket.version] += 1
+        self._room -= 1
         if not self._room:
             self._filling, self._room = self._filling + 1, self.settings.batch_size
 
@@ -335,21 +279,20 @@ class StalenessGate:
         """Samples that all batches from the one being filled to `batch` still lack."""
         return self._room + self.settings.batch_size * (batch - self._filling) if batch >= self._filling else 0
 
-    def _takeable(self) -> Finished | None:
-        """The finished samples with the earliest deadline, if the batch has room for them beside what it must keep."""
+    def _takeable(self) -> FinishedSample | None:
+        """The finished sample with the earliest deadline, if the batch has room for it beside what it must keep."""
         earliest = min(self._finished, key=lambda one: (one.ticket.deadline, one.ticket.number), default=None)
         if earliest is None or self.version < self._filling:  # the batch before is still being trained
             return None
         tickets = [*self._under_way.values(), *(finished.ticket for finished in self._finished)]
         for batch in range(self._filling, earliest.ticket.deadline):
-            due = sum(ticket.size for ticket in tickets if ticket.deadline <= batch)
-            if due + earliest.ticket.size > self._room_until(batch):
+            if sum(ticket.deadline <= batch for ticket in tickets) >= self._room_until(batch):
                 return None
         return earliest
 
     def _missing(self) -> str:
         return (
-            f"room for {self.settings.admission_size} samples of version {self.generating_version} "
+            f"room for 1 samples of version {self.generating_version} "
             f"(batch {self._filling} is being filled, {self.num_under_way} samples are under way)"
         )
 

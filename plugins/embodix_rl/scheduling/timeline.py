@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who did what when, and what follows from it: busy shares, who waited for whom, fresh frames per second, the bound.
 
-Each process keeps a `Timeline` on its own clock; `merge` puts them together. On one machine asyncio's loops share one
-monotonic clock; for another machine `merge` takes the offset of its clock. All records are plain numbers and strings.
+Records of a simulated run on its loop's clock; those of real runs are in `embodix_rl.report.timeline_file`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from embodix_rl.report.spans import Span, busy_s, kind_of, waited_s
-from embodix_rl.scheduling.waiting import Clock, waiting
 
 
 @dataclass(frozen=True)
@@ -39,21 +36,19 @@ class TrainedBatch:
 
 @dataclass
 class Timeline:
-    """Records of one process, or of several that were merged.
+    """Records of a run.
 
     Attributes:
-        clock: the running event loop unless given.
         spans, batches: the records, in the order of their ends.
         discarded_frames: generated and never trained.
     """
 
-    clock: Clock | None = None
     spans: list[Span] = field(default_factory=list)
     batches: list[TrainedBatch] = field(default_factory=list)
     discarded_frames: int = 0
 
     def now(self) -> float:
-        return (self.clock or asyncio.get_running_loop()).time()
+        return asyncio.get_running_loop().time()
 
     @contextmanager
     def busy(self, who: str, what: str) -> Iterator[None]:
@@ -74,53 +69,9 @@ class Timeline:
             if self.now() > begin:
                 self.spans.append(Span(who, what, begin, self.now(), whom))
 
-    @asynccontextmanager
-    async def waiting(self, who: str, whom: str, what: str, deadline_s: float) -> AsyncIterator[None]:
-        """As `wait`, at most `deadline_s`.
-
-        Raises:
-            WaitTimeout: the deadline passed.
-        """
-        with self.wait(who, whom, what):
-            async with waiting(who, whom, what, deadline_s):
-                yield
-
     def trained(self, version: int, frames: int, fresh_frames: int, staleness: Mapping[int, int]) -> None:
         """An optimizer step is done."""
         self.batches.append(TrainedBatch(self.now(), version, frames, fresh_frames, dict(staleness)))
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain containers, for `from_json` and for reports."""
-        return {
-            "spans": [asdict(span) for span in self.spans],
-            "batches": [asdict(batch) | {"staleness": _string_keys(batch.staleness)} for batch in self.batches],
-            "discarded_frames": self.discarded_frames,
-        }
-
-    @staticmethod
-    def from_json(record: Mapping[str, Any]) -> Timeline:
-        """What `to_json` gave."""
-        batches = [
-            TrainedBatch(**{**batch, "staleness": {int(age): num for age, num in batch["staleness"].items()}})
-            for batch in record["batches"]
-        ]
-        return Timeline(None, [Span(**span) for span in record["spans"]], batches, record["discarded_frames"])
-
-
-def merge(timelines: Sequence[tuple[Timeline, float]]) -> Timeline:
-    """One timeline of several processes, each with what to add to its clock."""
-    merged = Timeline()
-    for timeline, offset in timelines:
-        for span in timeline.spans:
-            moved_span = replace(span, begin_s=span.begin_s + offset, end_s=span.end_s + offset)
-            merged.spans.append(moved_span)
-        for batch in timeline.batches:
-            moved = TrainedBatch(batch.at + offset, batch.version, batch.frames, batch.fresh_frames, batch.staleness)
-            merged.batches.append(moved)
-        merged.discarded_frames += timeline.discarded_frames
-    merged.spans.sort(key=lambda span: (span.end_s, span.worker))
-    merged.batches.sort(key=lambda batch: batch.at)
-    return merged
 
 
 @dataclass(frozen=True)
@@ -152,10 +103,6 @@ class TimelineSummary:
     parts_s: dict[str, float]
     bound_s: float
     bound_share: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain containers."""
-        return asdict(self) | {"staleness": _string_keys(self.staleness)}
 
 
 def summarize(timeline: Timeline, warm_up_batches: int = 1) -> TimelineSummary:
@@ -197,7 +144,3 @@ def summarize(timeline: Timeline, warm_up_batches: int = 1) -> TimelineSummary:
         bound_s=bound_s,
         bound_share=bound_s * num_fresh_batches / (end - begin),
     )
-
-
-def _string_keys(counts: Mapping[int, int]) -> dict[str, int]:
-    return {str(key): value for key, value in counts.items()}

@@ -15,12 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from embodix_rl.scheduling.channels import ChannelClosed, Receive, Send
+from embodix_rl.scheduling.channels import Send
 from embodix_rl.scheduling.waiting import waiting
 
 
 @dataclass(frozen=True)
-class Begin:
+class VersionBegin:
     """Announces a version: how many parts it has, and a hash of the names of its weights in their order."""
 
     version: int
@@ -37,7 +37,7 @@ class Part:
     payload: Any
 
 
-WeightMessage = Begin | Part
+WeightMessage = VersionBegin | Part
 
 
 def hash_of_names(names: Sequence[str]) -> str:
@@ -78,7 +78,7 @@ class WeightReceiver[B: Buffer]:
     ) -> None:
         self._front, self._back, self._names = front, back, hash_of_names(names)
         self.version, self.worker, self._on_adopt, self._deadline_s = version, worker, on_adopt, deadline_s
-        self._announced: Begin | None = None
+        self._announced: VersionBegin | None = None
         self._written: set[int] = set()
         self._num_users = 0
         self._changed = asyncio.Condition()
@@ -123,22 +123,14 @@ class WeightReceiver[B: Buffer]:
             ValueError: another model's weights, a part twice, or an index out of range.
             WaitTimeout: a use of the front buffer lasted longer than the deadline.
         """
-        if isinstance(message, Begin):
+        if isinstance(message, VersionBegin):
             await self.adopt()
         async with self._changed:
-            if isinstance(message, Begin):
+            if isinstance(message, VersionBegin):
                 self._announce(message)
             elif self._announced is not None and message.version == self._announced.version:
                 self._write(message)
             self._changed.notify_all()
-
-    async def receive_from(self, messages: Receive[WeightMessage]) -> None:
-        """Accept messages until the channel closes; what is half there then is never used."""
-        while True:
-            try:
-                await self.accept(await messages.receive())
-            except ChannelClosed:
-                return
 
     async def wait_for_version(self, version: int) -> None:
         """Wait until `version` or a newer one is complete or in use.
@@ -162,7 +154,7 @@ class WeightReceiver[B: Buffer]:
         if self._on_adopt is not None:
             await self._on_adopt(self.worker, ready)
 
-    def _announce(self, begin: Begin) -> None:
+    def _announce(self, begin: VersionBegin) -> None:
         newest = self.version if self._announced is None else self._announced.version
         if begin.names != self._names:
             raise ValueError(
@@ -233,7 +225,7 @@ class WeightSender:
                 return
 
     async def _send(self, version: int, parts: Sequence[Any]) -> None:
-        begin = Begin(version, len(parts), self._names)
+        begin = VersionBegin(version, len(parts), self._names)
         messages: list[WeightMessage] = [begin]
         messages += [Part(version, index, payload) for index, payload in enumerate(parts)]
         for message in messages:

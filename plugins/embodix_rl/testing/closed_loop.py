@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodix_rl.scheduling.batcher import Batch, BatchPolicy, DynamicBatcher, Request
+from embodix_rl.scheduling.batcher import Batch, BatchPolicy, DynamicBatcher, InferenceRequest
 from embodix_rl.scheduling.channels import Mailbox
 
 Step = Callable[[], float]
@@ -44,7 +44,7 @@ async def serve_clients(
     shards_per_source: int = 1,
 ) -> Served:
     """Serve one client for each of `steps` for `horizon_s`; every `shards_per_source` of them share a process."""
-    inbox, loop, served = Mailbox[Request[None]]("rollout"), asyncio.get_running_loop(), Served(policy=policy)
+    inbox, loop, served = Mailbox[InferenceRequest[None]]("rollout"), asyncio.get_running_loop(), Served(policy=policy)
     answers = [Mailbox[None](f"client {index}") for index in range(len(steps))]
     sources = [asyncio.Lock() for _ in range(-(-len(steps) // shards_per_source))]
     batcher = DynamicBatcher(inbox, policy)
@@ -52,7 +52,7 @@ async def serve_clients(
     async def client(index: int) -> None:
         source, worked = index // shards_per_source, None
         while True:
-            await inbox.send(Request(None, 1, str(index), str(source), loop.time(), worked))
+            await inbox.send(InferenceRequest(None, 1, str(index), str(source), loop.time(), worked))
             await answers[index].receive()
             async with sources[source]:
                 worked = steps[index]()

@@ -28,7 +28,7 @@ from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E40
 
 from embodix.config.compose import compose  # noqa: E402
 from embodix_rl.rlinf.latency_policy import LatencyPolicy  # noqa: E402
-from embodix_rl.rlinf.plan import plan_run  # noqa: E402
+from embodix_rl.rlinf.run_plan import plan_run  # noqa: E402
 from embodix_rl.rlinf.workers.streaming_actor import StreamingActor  # noqa: E402
 from embodix_rl.scheduling.streamer import MicroBatchStreamer  # noqa: E402
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from embodix_rl.report.rl_steps import RlStep, read_rl_steps
-from embodix_rl.rlinf.needs import missing
+from embodix_rl.rlinf.hosts import missing
 from embodix_rl.testing.rl_runs import finish_rl, frames_of_a_step, start_rl
 
 pytestmark = [

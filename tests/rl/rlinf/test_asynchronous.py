@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from embodix.config.compose import compose
-from embodix_rl.objectives.objective import Sampled
+from embodix_rl.objectives.objective import SampledChunks
 from embodix_rl.rlinf.asynchronous.components import DriverComponent, WorkersComponent, finished
 from embodix_rl.rlinf.asynchronous.exchange import (
     EVENTS,
@@ -24,20 +24,21 @@ from embodix_rl.rlinf.asynchronous.exchange import (
     ChannelReceive,
     ChannelSend,
     Delivered,
+    ModelBuffer,
     answers_key,
+    split_weights,
     tickets_key,
 )
 from embodix_rl.rlinf.asynchronous.gate_service import GateService
-from embodix_rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of
-from embodix_rl.rlinf.asynchronous.weight_parts import ModelBuffer, split_weights
-from embodix_rl.rlinf.faults import WorkerFailedError
-from embodix_rl.rlinf.plan import plan_run
-from embodix_rl.scheduling.normalization import Moments
+from embodix_rl.rlinf.asynchronous.version_update import ShardSamples, StreamedUpdate, objective_of
+from embodix_rl.rlinf.hosts import WorkerFailedError
+from embodix_rl.rlinf.run_plan import plan_run
 from embodix_rl.scheduling.staleness import GateSettings, StalenessGate
+from embodix_rl.scheduling.streamer import AdvantageMoments
+from embodix_rl.scheduling.virtual_clock import run_virtually
 from embodix_rl.scheduling.waiting import WaitTimeout
 from embodix_rl.scheduling.weights import Part
 from embodix_rl.testing.rl_updates import PPO_ALGORITHM
-from embodix_rl.testing.virtual_clock import run_virtually
 
 
 class Channel:
@@ -110,7 +111,7 @@ def test_every_run_ends_and_each_sample_is_trained_once_and_in_time(num_batches,
         async def trainer() -> None:
             nonlocal version_in_use
             while not gate.is_over:
-                for finished_one in await gate.take_batch():
+                for finished_one in [await gate.take() for _ in range(gate.settings.batch_size)]:
                     assert 0 <= gate.version - finished_one.ticket.version <= staleness
                 await asyncio.sleep(train_s)
                 await gate.advance(gate.version + 1)
@@ -186,7 +187,7 @@ def test_workers_are_stopped_when_they_do_not_end_by_themselves(ends_alone):
             return stopped
 
         component = WorkersComponent("rollout workers", None, lambda: work, stop, ends_alone=ends_alone)
-        await component.start(False)
+        await component.start()
         running = asyncio.ensure_future(component.run())
         await component.drain("finish")
         if ends_alone:
@@ -244,7 +245,7 @@ class Gaussian(nn.Module):
         return {"logprobs": log_probs, "entropy": normal.entropy(), "values": self.value(inputs["states"])}
 
 
-def _samples(policy: Gaussian, num: int, version: int, generator: torch.Generator) -> ShardSamples:
+def _samples(policy: Gaussian, num: int, generator: torch.Generator) -> ShardSamples:
     inputs = {
         "states": torch.randn(num, 5, generator=generator),
         "action": torch.randn(num, 2, 3, generator=generator),
@@ -254,13 +255,13 @@ def _samples(policy: Gaussian, num: int, version: int, generator: torch.Generato
     drawn = {name: torch.randn(num, generator=generator) for name in ("advantages_B", "returns_B", "values_B")}
     behaviour = now["logprobs"] + 0.05 * torch.randn(num, 2, 3, generator=generator)
     valid = torch.rand(num, generator=generator) > 0.3
-    return ShardSamples(inputs, Sampled(behaviour, valid_B=valid, versions_B=torch.full((num,), version), **drawn))
+    return ShardSamples(inputs, SampledChunks(behaviour, valid_B=valid, **drawn))
 
 
 def test_a_streamed_gradient_is_that_of_the_whole_batch():
     torch.manual_seed(1)
     policy, generator = Gaussian(), torch.Generator().manual_seed(2)
-    several = [_samples(policy, 6, version, generator) for version in (3, 4)]
+    several = [_samples(policy, 6, generator) for _ in range(2)]
     moments = several[0].moments + several[1].moments
     scale, parameters = moments.scale(), list(policy.parameters())
 
@@ -268,7 +269,7 @@ def test_a_streamed_gradient_is_that_of_the_whole_batch():
         policy.zero_grad()
         update = StreamedUpdate(policy, objective_of(PPO_ALGORITHM, 5.0), micro_batch)
         for part in parts:
-            update.train(part, scale, version=4)
+            update.train(part, scale)
         metrics = update.finish(parameters)
         assert metrics["actor/behaviour_weight_mean"] != 1.0 and metrics["actor/clip_fraction"] == 0.0
         return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
@@ -276,7 +277,7 @@ def test_a_streamed_gradient_is_that_of_the_whole_batch():
     whole_inputs = {name: torch.cat([part.inputs[name] for part in several]) for name in several[0].inputs}
     columns = [name for name, value in vars(several[0].sampled).items() if value is not None]
     sampled = {name: torch.cat([getattr(part.sampled, name) for part in several]) for name in columns}
-    whole = ShardSamples(whole_inputs, Sampled(**sampled))
+    whole = ShardSamples(whole_inputs, SampledChunks(**sampled))
     torch.testing.assert_close(torch.tensor(vars(whole.moments.scale()).popitem()[1]), torch.tensor(scale.deviation))
     expected = gradient([whole], 12)
     assert len(expected) == 4 and all(bool(one.abs().sum() > 0) for one in expected)
@@ -288,15 +289,15 @@ def test_a_streamed_gradient_is_that_of_the_whole_batch():
 
 def test_fresh_samples_have_no_correction_and_stale_ones_are_weighted():
     policy, generator = Gaussian(), torch.Generator().manual_seed(3)
-    samples = _samples(policy, 8, 0, generator)
+    samples = _samples(policy, 8, generator)
     with torch.no_grad():
         exact = policy(samples.inputs)["logprobs"]
-    fresh = ShardSamples(samples.inputs, Sampled(**{**vars(samples.sampled), "log_probs_BTA": exact}))
-    stale = ShardSamples(samples.inputs, Sampled(**{**vars(samples.sampled), "log_probs_BTA": exact - 1.0}))
+    fresh = ShardSamples(samples.inputs, SampledChunks(**{**vars(samples.sampled), "log_probs_BTA": exact}))
+    stale = ShardSamples(samples.inputs, SampledChunks(**{**vars(samples.sampled), "log_probs_BTA": exact - 1.0}))
     weights = []
     for one in (fresh, stale):
         update = StreamedUpdate(policy, objective_of(PPO_ALGORITHM, 5.0), 8)
-        update.train(one, Moments().scale(), version=0)
+        update.train(one, AdvantageMoments().scale())
         weights.append(update.finish(policy.parameters()))
     assert weights[0]["actor/behaviour_weight_mean"] == pytest.approx(1.0)
     assert weights[0]["actor/cap_fraction"] == 0.0 and weights[1]["actor/cap_fraction"] == 1.0

@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 
 from embodix.testing.simulators import IMAGE_SIZE, PointSimulators
 from embodix_rl.rlinf import latency_env
-from embodix_rl.rlinf.environments import environment_class
 from embodix_rl.rlinf.latency_env import LatencyEnv
 from embodix_rl.rlinf.observations import cameras_of, from_host, to_host
 from embodix_rl.rlinf.simulator_env import RewardRule, SimulatorEnv
+from embodix_rl.rlinf.task_config import environment_class
 
 MAX_STEPS = 12
 

@@ -10,9 +10,8 @@ import pytest
 
 from embodix_rl.report.rl_steps import RlStep, append_rl_step, rates, read_rl_steps
 from embodix_rl.report.spans import TimelineWriter, read_timeline
-from embodix_rl.rlinf.consumption import Consumption, merge
-from embodix_rl.rlinf.episode_seeds import EpisodeSeeds
-from embodix_rl.rlinf.metrics import StepRecorder
+from embodix_rl.rlinf.rollout_episodes import EpisodeSeeds
+from embodix_rl.rlinf.training_records import Consumption, StepRecorder, merge
 
 
 def test_no_two_episodes_share_a_seed_except_in_a_group():

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from embodix_rl.report.rl_steps import amend_rl_step, read_rl_steps
-from embodix_rl.rlinf.asynchronous.evaluation import Evaluations
+from embodix_rl.rlinf.asynchronous.components import Evaluations
 from embodix_rl.rlinf.asynchronous.exchange import EVALUATION_REQUESTS
-from embodix_rl.rlinf.faults import WorkerFailedError
-from embodix_rl.rlinf.metrics import StepRecorder
+from embodix_rl.rlinf.hosts import WorkerFailedError
+from embodix_rl.rlinf.training_records import StepRecorder
 from embodix_rl.rlinf.workers.shard_evaluation import ShardEvaluation
 
 

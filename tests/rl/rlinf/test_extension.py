@@ -10,7 +10,7 @@ import pytest
 from embodix import __version__
 from embodix_rl.rlinf import extension
 from embodix_rl.rlinf.extension import COMMON_PATCHES, ROLE_PATCHES, WorkerReport, require_reports
-from embodix_rl.rlinf.faults import WorkersDifferError
+from embodix_rl.rlinf.hosts import WorkersDifferError
 
 
 def _report(role, rank=0, **changes):

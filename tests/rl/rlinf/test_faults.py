@@ -15,7 +15,7 @@ import pytest
 
 from embodix.report.manifest import load_manifest
 from embodix_rl.report.rl_steps import RlStep, read_rl_steps
-from embodix_rl.rlinf.needs import missing
+from embodix_rl.rlinf.hosts import missing
 from embodix_rl.testing.rl_runs import await_rl, finish_rl, frames_of_a_step, left_behind, start_rl
 
 pytestmark = [

@@ -13,7 +13,7 @@ import pytest
 from embodix.report.manifest import load_manifest
 from embodix_rl.report.rl_steps import rates, read_rl_steps
 from embodix_rl.report.spans import read_timeline
-from embodix_rl.rlinf.needs import missing
+from embodix_rl.rlinf.hosts import missing
 from embodix_rl.testing.rl_runs import await_rl, finish_rl, frames_of_a_step, left_behind, start_rl
 
 pytestmark = [

@@ -10,15 +10,14 @@ import time
 import pytest
 
 from embodix_rl.rlinf.asynchronous.components import answer_of, innermost
-from embodix_rl.rlinf.asynchronous.exchange import EVENTS, Asks, ChannelReceive, ChannelSend, Delivered, Lost
-from embodix_rl.rlinf.asynchronous.gate_service import GateService
+from embodix_rl.rlinf.asynchronous.exchange import EVENTS, Asks, ChannelReceive, ChannelSend, Delivered, SimulatorsLost
+from embodix_rl.rlinf.asynchronous.gate_service import GateService, RestartBudget
 from embodix_rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators
-from embodix_rl.rlinf.faults import WorkerFailedError
+from embodix_rl.rlinf.hosts import WorkerFailedError
 from embodix_rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines, SimulatorLostError
 from embodix_rl.scheduling.staleness import GateSettings, StalenessGate
-from embodix_rl.scheduling.supervision import RestartBudget
+from embodix_rl.scheduling.virtual_clock import run_virtually
 from embodix_rl.testing.failing_environment import FailingEnvironment
-from embodix_rl.testing.virtual_clock import run_virtually
 
 
 class Events:
@@ -54,9 +53,9 @@ def _supervised(deadline_s=60.0, **failing):
 
 def test_one_shards_crash_costs_the_others_their_trajectory_and_nothing_more():
     async def run() -> None:
-        heard: list[Lost] = []
+        heard: list[SimulatorsLost] = []
 
-        async def tell(lost: Lost) -> None:
+        async def tell(lost: SimulatorsLost) -> None:
             heard.append(lost)
 
         async def trajectory(number: int, orders: list[str]) -> list[str] | None:
@@ -86,7 +85,7 @@ def test_a_restart_that_fails_is_told_and_tried_again():
     async def run() -> None:
         heard: list[str] = []
 
-        async def tell(lost: Lost) -> None:
+        async def tell(lost: SimulatorsLost) -> None:
             heard.append(lost.reason)
             if len(heard) == 3:
                 raise WorkerFailedError("enough")  # as the end of the run
@@ -102,7 +101,7 @@ def test_a_restart_that_fails_is_told_and_tried_again():
 
 def test_stopping_ends_a_hang_and_starts_nothing_again():
     async def run() -> None:
-        async def tell(lost: Lost) -> None:
+        async def tell(lost: SimulatorsLost) -> None:
             assert "exit code -9" in lost.reason
 
         stopping = threading.Timer(0.3, supervised.stop)
@@ -118,7 +117,7 @@ def test_stopping_ends_a_hang_and_starts_nothing_again():
 
 def test_without_a_process_of_their_own_what_simulators_raise_is_their_workers():
     async def run() -> None:
-        async def tell(lost: Lost) -> None:
+        async def tell(lost: SimulatorsLost) -> None:
             raise AssertionError(lost)
 
         supervised = SupervisedSimulators("env 1", None, lambda: None)
@@ -156,14 +155,14 @@ def _serve(restarts: RestartBudget, *events):
 
 
 def test_a_masked_trajectory_keeps_its_place_in_the_batch():
-    service, gate, taken, failure = _serve(RestartBudget(1), Lost("env 1", "crashed"))
+    service, gate, taken, failure = _serve(RestartBudget(1), SimulatorsLost("env 1", "crashed"))
     assert failure is None and [one.valid for one in taken] == [False, True]
     assert (gate.counts.finished, gate.counts.masked, gate.counts.taken) == (2, 1, 2)
     assert (service.pop_restarts(), service.pop_restarts()) == (1, 0)
 
 
 def test_a_run_whose_restarts_are_spent_ends_and_says_of_whom():
-    lost = Lost("env 1", "The simulators of env 1 crashed at chunk_step")
+    lost = SimulatorsLost("env 1", "The simulators of env 1 crashed at chunk_step")
     service, _, _, failure = _serve(RestartBudget(2), lost, lost, lost)
     assert isinstance(failure, ExceptionGroup) and service.pop_restarts() == 2
     (error,) = failure.exceptions

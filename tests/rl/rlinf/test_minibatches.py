@@ -15,11 +15,17 @@ import pytest
 import torch
 from torch import nn
 
-from embodix_rl.objectives.objective import Sampled
-from embodix_rl.rlinf.asynchronous.minibatches import MiniBatches, OneStep, joined
-from embodix_rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of
-from embodix_rl.rlinf.needs import missing
-from embodix_rl.scheduling.normalization import Scale
+from embodix_rl.objectives.objective import SampledChunks
+from embodix_rl.rlinf.asynchronous.version_update import (
+    MiniBatches,
+    OneStep,
+    ShardSamples,
+    StreamedUpdate,
+    joined,
+    objective_of,
+)
+from embodix_rl.rlinf.hosts import missing
+from embodix_rl.scheduling.streamer import Scale
 from embodix_rl.testing.rl_updates import GRPO_ALGORITHM
 
 STEPS, ENVS = 3, 2
@@ -45,11 +51,10 @@ def _samples(policy: Gaussian, shard: str, generator: torch.Generator, stale: fl
     }
     with torch.no_grad():
         behaviour = policy(inputs)["logprobs"] + stale * torch.randn(num, 2, 3, generator=generator)
-    sampled = Sampled(
+    sampled = SampledChunks(
         behaviour,
         torch.randn(num, generator=generator),
         torch.rand(num, generator=generator) > 0.2,
-        torch.zeros(num, dtype=torch.int64),
         weights_B=torch.rand(num, generator=generator) + 0.5,
     )
     return ShardSamples(inputs, sampled, torch.ones(num, dtype=torch.bool), shard, STEPS)
@@ -76,7 +81,7 @@ def _trained(start: Gaussian, parts: list[ShardSamples], size: int | None, epoch
     for part in parts:
         update.prepare(part)
     for part in parts:
-        update.train(part, Scale(0.1, 1.3), version=0)
+        update.train(part, Scale(0.1, 1.3))
     return policy, update.finish()
 
 

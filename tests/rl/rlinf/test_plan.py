@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from embodix.config.compose import compose
 from embodix.plugins import PluginError
-from embodix_rl.rlinf import needs
-from embodix_rl.rlinf.plan import plan_run
-from embodix_rl.rlinf.run import run_rl
+from embodix_rl.rlinf import hosts
+from embodix_rl.rlinf.rl_run import run_rl
+from embodix_rl.rlinf.run_plan import plan_run
 
 
 def _plan(folder, *overrides):
@@ -122,7 +122,7 @@ def test_a_run_is_resumed_from_its_last_checkpoint(tmp_path):
 
 
 def test_a_run_without_rlinf_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(needs, "version_problem", lambda name, wanted: f"wanted {name}{wanted}, found none")
+    monkeypatch.setattr(hosts, "version_problem", lambda name, wanted: f"wanted {name}{wanted}, found none")
     with pytest.raises(ValueError, match=r"runs in RLinf: wanted rlinf>=0.3.0.*wanted ray.*`make rl`"):
         run_rl(compose("rl", []), [], tmp_path)
     assert not list(tmp_path.iterdir())

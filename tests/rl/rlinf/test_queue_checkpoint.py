@@ -19,9 +19,9 @@ from embodix_rl.rlinf.asynchronous.queue_checkpoint import (
     whole_checkpoint,
     write_gate,
 )
-from embodix_rl.rlinf.plan import plan_run
-from embodix_rl.scheduling.staleness import Finished, GateSettings, StalenessGate
-from embodix_rl.testing.virtual_clock import run_virtually
+from embodix_rl.rlinf.run_plan import plan_run
+from embodix_rl.scheduling.staleness import FinishedSample, GateSettings, StalenessGate
+from embodix_rl.scheduling.virtual_clock import run_virtually
 
 SIZES = {"num_envs": 8, "steps": 40, "max_staleness": 2}
 
@@ -44,8 +44,8 @@ async def _first_batch() -> tuple[StalenessGate, list[int]]:
     gate = _gate()
     tickets = [await gate.admit(f"shard {place % 2}") for place in range(6)]
     for ticket in tickets[:4]:
-        await gate.finish(Finished(ticket, ticket.who, valid=ticket.number != 3))
-    trained = [one.ticket.number for one in await gate.take_batch()]
+        await gate.finish(FinishedSample(ticket, ticket.who, valid=ticket.number != 3))
+    trained = [(await gate.take()).ticket.number for _ in range(gate.settings.batch_size)]
     await gate.advance(1)
     return gate, trained
 
@@ -62,8 +62,8 @@ def test_a_run_goes_on_with_what_was_finished_and_generates_anew_what_was_under_
         while not resumed.is_over:
             while resumed.may_admit():
                 ticket = await resumed.admit("shard 0")
-                await resumed.finish(Finished(ticket, ticket.who))
-            taken = await resumed.take_batch()
+                await resumed.finish(FinishedSample(ticket, ticket.who))
+            taken = [await resumed.take() for _ in range(resumed.settings.batch_size)]
             assert [one.valid for one in taken] == [True, len(trained) > 2]
             trained += [one.ticket.number for one in taken]
             await resumed.advance(resumed.version + 1)

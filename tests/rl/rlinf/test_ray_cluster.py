@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from embodix_rl.rlinf import ray_cluster
-from embodix_rl.rlinf.faults import RayStartError
+from embodix_rl.rlinf.hosts import RayStartError
 from embodix_rl.rlinf.ray_cluster import head_options, run_cluster
 from embodix_rl.schema import ClusterSettings
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from embodix_rl.rlinf.needs import missing
+from embodix_rl.rlinf.hosts import missing
 
 pytestmark = [
     pytest.mark.slow,  # importing RLinf takes seconds
@@ -114,7 +114,7 @@ async def _run(waits_for_all: bool, crashes: dict[int, int], *, late_leave: bool
     async def give(shard: str, number: int) -> None:
         while late_leave and number > 1 + sum(one.ticket.who == shard for one in delivered):
             await asyncio.sleep(0)
-        ticket = Ticket(number, 0, 0, 1, shard) if number <= 2 else None
+        ticket = Ticket(number, 0, 0, shard) if number <= 2 else None
         await inbox.queue(tickets_key(shard)).put({"item": ticket})
 
     async def gate() -> None:

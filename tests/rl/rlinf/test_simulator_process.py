@@ -17,8 +17,8 @@ import torch
 from omegaconf import OmegaConf
 
 from embodix.simulation.process import encode
-from embodix_rl.rlinf.episode_seeds import EpisodeSeeds
 from embodix_rl.rlinf.latency_env import LatencyEnv
+from embodix_rl.rlinf.rollout_episodes import EpisodeSeeds
 from embodix_rl.rlinf.simulator_env import SimulatorEnv
 from embodix_rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines, SimulatorLostError
 from embodix_rl.testing.failing_environment import FailingEnvironment

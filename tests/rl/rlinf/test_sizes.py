@@ -10,8 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from embodix_rl.rlinf.placement import place
-from embodix_rl.rlinf.sizes import RunSizes, require_legal
+from embodix_rl.rlinf.run_sizes import RunSizes, place, require_legal
 from embodix_rl.schema import PlacementSettings
 
 LEGAL = RunSizes(

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix_rl.scheduling.adaptive import AdaptiveLimits
-from embodix_rl.scheduling.batcher import Batch, BatchLimits, FixedLimits, Request
-from embodix_rl.scheduling.inference_time import InferenceTime
-from embodix_rl.scheduling.replay import ClientTrace, replay
+from embodix_rl.scheduling.adaptive import AdaptiveLimits, ClientTrace, InferenceTime, replay
+from embodix_rl.scheduling.batcher import Batch, BatchLimits, FixedLimits, InferenceRequest
+from embodix_rl.scheduling.virtual_clock import run_virtually
 from embodix_rl.testing.closed_loop import constant, lognormal, serve_clients
-from embodix_rl.testing.virtual_clock import run_virtually
 
 HORIZON_S = 80.0
 INFERENCE = {
@@ -108,7 +106,7 @@ def test_limits_stay_within_their_bounds(capacity, longest_wait_s, means, infere
 def test_adaptive_limits_need_the_clients_names_and_sane_settings():
     policy = AdaptiveLimits(4)
     with pytest.raises(ValueError, match="must name its `client`"):
-        policy.observe(Batch((Request(None),), (0.0,), 0.0, "full"), 0.1)
+        policy.observe(Batch((InferenceRequest(None),), (0.0,), 0.0, "full"), 0.1)
     for wrong in ({"capacity": 0}, {"capacity": 1, "longest_wait_s": -1}, {"capacity": 1, "tolerance": 1.0}):
         with pytest.raises(ValueError, match="must be at least"):
             AdaptiveLimits(**wrong)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix_rl.scheduling.batcher import Batch, BatchLimits, DynamicBatcher, FixedLimits, Request
+from embodix_rl.scheduling.batcher import Batch, BatchLimits, DynamicBatcher, FixedLimits, InferenceRequest
 from embodix_rl.scheduling.channels import ChannelClosed, Mailbox
+from embodix_rl.scheduling.virtual_clock import run_virtually
 from embodix_rl.scheduling.waiting import WaitTimeout
 from embodix_rl.testing.closed_loop import constant, lognormal, serve_clients
-from embodix_rl.testing.virtual_clock import run_virtually
 
 Arrivals = Sequence[tuple[float, int]]
 
@@ -27,14 +27,14 @@ async def batches_of(
 
     With `cancel_after`, calls of `next_batch` are cancelled after so many seconds, in turn.
     """
-    inbox = Mailbox[Request[int]]("rollout")
+    inbox = Mailbox[InferenceRequest[int]]("rollout")
     batcher = DynamicBatcher(inbox, FixedLimits(limits))
     loop = asyncio.get_running_loop()
 
     async def arrive() -> None:
         for number, (gap, size) in enumerate(arrivals):
             await asyncio.sleep(gap)
-            await inbox.send(Request(number, size, sent_at=loop.time()))
+            await inbox.send(InferenceRequest(number, size, sent_at=loop.time()))
         await inbox.close()
 
     sender = asyncio.create_task(arrive())
@@ -61,23 +61,22 @@ ARRIVALS = st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.1, 0.5, 2.0]), st.in
     arrivals=ARRIVALS,
     max_size=st.integers(4, 9),
     max_wait_s=st.sampled_from([0.0, 0.05, 0.3, 5.0, float("inf")]),
-    unit=st.sampled_from(["requests", "samples"]),
     inference_s=st.sampled_from([0.0, 0.2, 1.0]),
     cancel_after=st.lists(st.sampled_from([0.0, 0.01, 0.2, 1.0]), max_size=8),
 )
 def test_every_request_leaves_once_in_order_within_both_limits(
-    arrivals, max_size, max_wait_s, unit, inference_s, cancel_after
+    arrivals, max_size, max_wait_s, inference_s, cancel_after
 ):
-    limits = BatchLimits(max_size, max_wait_s, unit)
+    limits = BatchLimits(max_size, max_wait_s)
     batches = run_virtually(batches_of(arrivals, limits, inference_s, cancel_after))
     assert [request.payload for batch in batches for request in batch.requests] == list(range(len(arrivals)))
     arrived = [sum(gap for gap, _ in arrivals[: index + 1]) for index in range(len(arrivals))]
     free_at, seen = 0.0, 0
     for batch in batches:
-        sizes = [limits.size_of(request) for request in batch.requests]
-        assert 1 <= sum(sizes) <= max_size
-        assert batch.arrived_at == pytest.approx(arrived[seen : seen + len(sizes)])
-        seen += len(sizes)
+        size = len(batch.requests)
+        assert 1 <= size <= max_size
+        assert batch.arrived_at == pytest.approx(arrived[seen : seen + size])
+        seen += size
         first = max(batch.arrived_at[0], free_at)
         assert batch.left_at <= max(first, batch.arrived_at[0] + max_wait_s, batch.arrived_at[-1]) + 1e-6
         if not cancel_after and batch.reason == "waited":
@@ -106,17 +105,13 @@ def test_a_posted_receive_is_carried_over_and_never_waited_for():
     assert [round(batch.left_at, 3) for batch in batches] == [0.02, 60.0]
 
 
-def test_samples_are_counted_where_samples_are_named():
+def test_requests_are_counted_and_their_samples_added_up():
     sizes = [(0.0, size) for size in (3, 3, 1, 4)]
-    by_samples = run_virtually(batches_of(sizes, BatchLimits(4, 1.0, "samples")))
-    assert [batch.num_samples for batch in by_samples] == [3, 4, 4]
-    by_requests = run_virtually(batches_of(sizes, BatchLimits(4, 1.0, "requests")))
-    assert [batch.num_samples for batch in by_requests] == [11]
+    batches = run_virtually(batches_of(sizes, BatchLimits(4, 1.0)))
+    assert [batch.num_samples for batch in batches] == [11]
 
 
-def test_a_request_larger_than_a_batch_is_named():
-    with pytest.raises(ValueError, match=r"5 samples from '' exceeds the largest batch of 4\. Raise"):
-        run_virtually(batches_of([(0.0, 5)], BatchLimits(4, 1.0, "samples")))
+def test_limits_out_of_range_are_refused():
     for wrong in ({"max_size": 0, "max_wait_s": 1.0}, {"max_size": 1, "max_wait_s": -1.0}):
         with pytest.raises(ValueError, match="must be"):
             BatchLimits(**wrong)
@@ -124,7 +119,9 @@ def test_a_request_larger_than_a_batch_is_named():
 
 def test_waiting_for_a_first_request_has_a_deadline():
     async def wait() -> None:
-        batcher = DynamicBatcher(Mailbox[Request[Any]]("rollout"), FixedLimits(BatchLimits(1, 1.0)), deadline_s=40.0)
+        batcher = DynamicBatcher(
+            Mailbox[InferenceRequest[Any]]("rollout"), FixedLimits(BatchLimits(1, 1.0)), deadline_s=40.0
+        )
         await batcher.next_batch()
 
     with pytest.raises(WaitTimeout, match="rollout waits for env workers: a request"):
@@ -133,7 +130,7 @@ def test_waiting_for_a_first_request_has_a_deadline():
 
 def test_a_failing_channel_is_not_swallowed():
     class Broken:
-        async def receive(self) -> Request[Any]:
+        async def receive(self) -> InferenceRequest[Any]:
             await asyncio.sleep(1)
             raise ConnectionError("the channel's process died")
 

@@ -15,13 +15,13 @@ from embodix_rl.scheduling.simulation.schedules import (
     STOCK_ASYNC,
     STOCK_DECOUPLED,
     SYNC,
-    Schedule,
+    SimulatedSchedule,
     combinations,
     released,
     rl_vla3,
 )
 from embodix_rl.scheduling.simulation.workload import Workload
-from embodix_rl.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.virtual_clock import run_virtually
 
 CONSTANT = Workload()
 STRAGGLERS = Workload(sigma=0.5)
@@ -29,16 +29,16 @@ FULL = rl_vla3(True, True, True)
 
 
 @cache
-def run(schedule: Schedule, workload: Workload = CONSTANT) -> Simulated:
+def run(schedule: SimulatedSchedule, workload: Workload = CONSTANT) -> Simulated:
     return run_virtually(simulate(schedule, workload, 12 if schedule.max_staleness is None else 5))
 
 
-def gain(schedule: Schedule, over: Schedule, workload: Workload = CONSTANT) -> float:
+def gain(schedule: SimulatedSchedule, over: SimulatedSchedule, workload: Workload = CONSTANT) -> float:
     """Fresh frames per second of one schedule over another's."""
     return run(schedule, workload).summary.fresh_frames_per_s / run(over, workload).summary.fresh_frames_per_s
 
 
-def seconds_a_batch(schedule: Schedule, workload: Workload = CONSTANT) -> float:
+def seconds_a_batch(schedule: SimulatedSchedule, workload: Workload = CONSTANT) -> float:
     return workload.frames_per_batch / run(schedule, workload).summary.fresh_frames_per_s
 
 
@@ -69,9 +69,9 @@ def test_training_asynchronously_alone_is_bound_by_the_serial_rollout():
 def test_a_run_repeats_to_the_last_record():
     workload = dataclasses.replace(STRAGGLERS, num_steps=4)
     first, second = (run_virtually(simulate(FULL, workload, 4)) for _ in range(2))
-    assert first.timeline.to_json() == second.timeline.to_json()
+    assert first.timeline == second.timeline
     other = run_virtually(simulate(FULL, dataclasses.replace(workload, seed=1), 4))
-    assert other.timeline.to_json() != first.timeline.to_json()
+    assert other.timeline != first.timeline
 
 
 @pytest.mark.parametrize(

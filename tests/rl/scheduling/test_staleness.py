@@ -11,9 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix_rl.scheduling.staleness import Finished, GateSettings, StalenessGate, Ticket
+from embodix_rl.scheduling.staleness import FinishedSample, GateSettings, StalenessGate, Ticket
+from embodix_rl.scheduling.virtual_clock import run_virtually
 from embodix_rl.scheduling.waiting import WaitTimeout
-from embodix_rl.testing.virtual_clock import run_virtually
+
+
+async def take_batch(gate: StalenessGate) -> list[FinishedSample]:
+    """Everything that the batch being filled still lacks."""
+    batch, taken = gate.filling, []
+    while gate.filling == batch:
+        taken.append(await gate.take())
+    return taken
 
 
 async def train_all(
@@ -24,10 +32,10 @@ async def train_all(
     adopt_s: float = 0.0,
     accidents: float = 0.0,
     seed: int = 0,
-) -> list[list[Finished]]:
+) -> list[list[FinishedSample]]:
     """Run generators at their speeds and one trainer until all batches are trained; returns the batches.
 
-    A share `accidents` of the trajectories fails: half of those are handed in as invalid, half are given back.
+    A share `accidents` of the trajectories fails and is handed in as invalid.
     """
     draws = random.Random(seed)
 
@@ -36,21 +44,19 @@ async def train_all(
         while (ticket := await gate.admit(who)) is not None:
             await asyncio.sleep(draws.choice(generate_s) * (1 + index))
             if draws.random() >= accidents:
-                await gate.finish(Finished(ticket, ticket.number))
-            elif draws.random() < 0.5:
-                await gate.finish(Finished(ticket, None, valid=False))
+                await gate.finish(FinishedSample(ticket, ticket.number))
             else:
-                await gate.abandon(ticket)
+                await gate.finish(FinishedSample(ticket, None, valid=False))
 
     async def adopt(version: int) -> None:
         await asyncio.sleep(adopt_s)
         await gate.adopt("rollout 0", version)
 
-    async def train() -> list[list[Finished]]:
+    async def train() -> list[list[FinishedSample]]:
         batches, adopting = [], []
         await gate.adopt("rollout 0", gate.version)
         while not gate.is_over:
-            batches.append(await gate.take_batch())
+            batches.append(await take_batch(gate))
             await asyncio.sleep(train_s)
             await gate.advance(gate.version + 1)
             if adopting:
@@ -71,12 +77,9 @@ SPEEDS = st.sampled_from([0.0, 0.1, 1.0, 7.0])
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(data=st.data(), max_staleness=st.integers(0, 4), num_batches=st.integers(1, 3))
 def test_no_sample_is_stale_used_twice_lost_or_thrown_away_and_the_run_ends(data, max_staleness, num_batches):
-    admission_size = data.draw(st.integers(1, 3))
-    batch_size = admission_size * data.draw(st.integers(1, 5))
-    queue_depth = data.draw(st.none() | st.integers(admission_size, 3 * batch_size))
-    bounds = GateSettings(
-        batch_size, max_staleness, queue_depth, admission_size, num_batches, data.draw(st.integers(0, 2))
-    )
+    batch_size = data.draw(st.integers(1, 15))
+    queue_depth = data.draw(st.none() | st.integers(1, 3 * batch_size))
+    bounds = GateSettings(batch_size, max_staleness, queue_depth, num_batches, data.draw(st.integers(0, 2)))
     gate = StalenessGate(bounds, deadline_s=10_000)
     batches = run_virtually(
         train_all(
@@ -89,7 +92,7 @@ def test_no_sample_is_stale_used_twice_lost_or_thrown_away_and_the_run_ends(data
             data.draw(st.integers(0, 5)),
         )
     )
-    assert [sum(one.ticket.size for one in batch) for batch in batches] == [batch_size] * num_batches
+    assert [len(batch) for batch in batches] == [batch_size] * num_batches
     numbers = [one.ticket.number for batch in batches for one in batch]
     assert len(set(numbers)) == len(numbers)
     for index, batch in enumerate(batches):
@@ -97,7 +100,7 @@ def test_no_sample_is_stale_used_twice_lost_or_thrown_away_and_the_run_ends(data
             assert 0 <= bounds.first_version + index - one.ticket.version <= max_staleness
     counts = gate.counts
     assert counts.taken == counts.finished == num_batches * batch_size and counts.discarded == 0
-    assert counts.admitted == counts.finished + counts.abandoned
+    assert counts.admitted == counts.finished >= counts.masked
     assert sum(counts.staleness.values()) == counts.taken
     assert gate.num_under_way == 0 and gate.is_over
 
@@ -148,7 +151,7 @@ def test_without_the_gate_samples_are_too_old_or_left_over():
 class FirstDone(StalenessGate):
     """Takes what finished first and keeps no room for earlier deadlines."""
 
-    def _takeable(self) -> Finished | None:
+    def _takeable(self) -> FinishedSample | None:
         return self._finished[0] if self._finished and self.version == self.filling else None
 
 
@@ -161,13 +164,13 @@ def test_room_is_kept_for_a_straggler(kind, too_old):
         async def generate(who: str, seconds: float) -> None:
             while (ticket := await gate.admit(who)) is not None:
                 await asyncio.sleep(seconds)
-                await gate.finish(Finished(ticket, None))
+                await gate.finish(FinishedSample(ticket, None))
 
         tasks = [asyncio.create_task(generate(*one)) for one in [("slow", 10.0), ("fast", 0.1), ("faster", 0.07)]]
         ages = []
         while not gate.is_over:
             batch = gate.filling
-            ages += [batch - one.ticket.version for one in await gate.take_batch()]
+            ages += [batch - one.ticket.version for one in await take_batch(gate)]
             await gate.advance(batch + 1)
         await asyncio.gather(*tasks)
         return ages
@@ -199,25 +202,23 @@ def test_a_ticket_counts_once():
         gate = StalenessGate(GateSettings(4))
         ticket = await gate.admit("env 0")
         assert ticket is not None
-        await gate.finish(Finished(ticket, None))
-        for again in (gate.finish(Finished(ticket, None)), gate.abandon(ticket)):
+        await gate.finish(FinishedSample(ticket, None))
+        for again in (ticket, Ticket(7, 0, 1, "env 1")):
             with pytest.raises(ValueError, match="not under way"):
-                await again
-        with pytest.raises(ValueError, match="not under way"):
-            await gate.abandon(Ticket(7, 0, 1, 1, "env 1"))
+                await gate.finish(FinishedSample(again, None))
 
     run_virtually(hand_in_twice())
 
 
-def test_what_a_failed_worker_had_under_way_keeps_its_place_at_zero_weight():
+def test_a_lost_sample_keeps_its_place_at_zero_weight():
     async def crash() -> None:
-        gate = StalenessGate(GateSettings(4, admission_size=2, num_batches=1))
+        gate = StalenessGate(GateSettings(2, num_batches=1))
         first, second = await gate.admit("env 0"), await gate.admit("env 1")
         assert first is not None and second is not None
-        assert await gate.lose("env 1", "masked") == [second]
-        await gate.finish(Finished(first, "whole"))
-        assert {(one.payload, one.valid) for one in await gate.take_batch()} == {("whole", True), ("masked", False)}
-        assert (gate.counts.masked, gate.counts.taken) == (2, 4) and await gate.admit("env 1") is None
+        await gate.finish(FinishedSample(second, "masked", valid=False))
+        await gate.finish(FinishedSample(first, "whole"))
+        assert {(one.payload, one.valid) for one in await take_batch(gate)} == {("whole", True), ("masked", False)}
+        assert (gate.counts.masked, gate.counts.taken) == (1, 2) and await gate.admit("env 1") is None
 
     run_virtually(crash())
 
@@ -229,7 +230,7 @@ def test_versions_come_one_after_the_other():
             await gate.advance(1)
         ticket = await gate.admit("env 0")
         assert ticket is not None
-        await gate.finish(Finished(ticket, None))
+        await gate.finish(FinishedSample(ticket, None))
         await gate.take()
         with pytest.raises(ValueError, match="After version 0 comes 1"):
             await gate.advance(2)
@@ -246,11 +247,10 @@ def test_versions_come_one_after_the_other():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"batch_size": 10, "admission_size": 4}, r"got batch_size=10, the nearest that fit are \[8, 12\]"),
-        ({"batch_size": 2, "admission_size": 4}, r"the nearest that fit are \[4\]"),
+        ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
         ({"batch_size": 4, "max_staleness": -1}, "`max_staleness` must be at least 0"),
         ({"batch_size": 4, "num_batches": 0}, "`num_batches` must be at least 1"),
-        ({"batch_size": 4, "admission_size": 2, "queue_depth": 1}, "`queue_depth` must hold one admission of 2"),
+        ({"batch_size": 4, "queue_depth": 0}, "`queue_depth` must be at least 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(wrong, message):
@@ -260,25 +260,25 @@ def test_settings_out_of_range_are_refused(wrong, message):
 
 @pytest.mark.parametrize("stop_after", [1, 2])
 def test_a_run_goes_on_from_a_checkpoint_with_its_queue(stop_after):
-    async def first_part(gate: StalenessGate) -> list[Finished]:
+    async def first_part(gate: StalenessGate) -> list[FinishedSample]:
         trained = []
         for _ in range(stop_after):
-            for _ in range(gate.num_under_way // 2, 6):
+            for _ in range(gate.num_under_way, 12):
                 ticket = await gate.admit("env 0")
                 assert ticket is not None
-                await gate.finish(Finished(ticket, ticket.number))
-            trained += await gate.take_batch()
+                await gate.finish(FinishedSample(ticket, ticket.number))
+            trained += await take_batch(gate)
             await gate.advance(gate.version + 1)
         await gate.admit("env 0")  # lost with the process
         return trained
 
-    bounds = GateSettings(6, 1, admission_size=2, num_batches=4)
+    bounds = GateSettings(6, 1, num_batches=4)
     gate = StalenessGate(bounds)
     trained = run_virtually(first_part(gate))
     resumed = StalenessGate(bounds)
     resumed.restore(gate.state())
     trained += [one for batch in run_virtually(train_all(resumed, 2, (0.1,), 1.0)) for one in batch]
-    assert sorted(one.ticket.number for one in trained)[: 6 * stop_after // 2] == list(range(6 * stop_after // 2))
-    assert len({one.ticket.number for one in trained}) == len(trained) == 4 * 6 // 2
+    assert sorted(one.ticket.number for one in trained)[: 6 * stop_after] == list(range(6 * stop_after))
+    assert len({one.ticket.number for one in trained}) == len(trained) == 4 * 6
     with pytest.raises(ValueError, match="past the deadline"):
         StalenessGate(bounds).restore(gate.state() | {"filling": 9})

@@ -10,53 +10,48 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix_rl.scheduling.normalization import Moments, Scale
-from embodix_rl.scheduling.streamer import MicroBatchStreamer, Prepare, Sample, Step, Train
+from embodix_rl.scheduling.streamer import (
+    AdvantageMoments,
+    MicroBatchStreamer,
+    OptimizerStepDue,
+    Prepare,
+    Scale,
+    StreamedSample,
+    Train,
+)
 
 
-def stream(streamer: MicroBatchStreamer, samples: list[Sample]) -> list[tuple[int, object]]:
+def stream(streamer: MicroBatchStreamer, samples: list[StreamedSample]) -> list[tuple[int, object]]:
     """The work with the number of samples that had arrived when it was set free."""
     return [(place, work) for place, sample in enumerate(samples, 1) for work in streamer.add(sample)]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    data=st.data(),
-    group_size=st.integers(1, 4),
-    groups_per_micro_batch=st.integers(1, 3),
+    seed=st.integers(0, 10_000),
+    micro_batch_size=st.integers(1, 6),
     num_micro_batches=st.integers(1, 4),
-    normalization=st.sampled_from(["none", "previous", "exact", "group"]),
+    normalization=st.sampled_from(["none", "previous", "exact"]),
 )
-def test_every_trajectory_is_trained_once_in_whole_groups(
-    data, group_size, groups_per_micro_batch, num_micro_batches, normalization
-):
-    if normalization == "group" and group_size == 1:
-        normalization = "none"
-    micro_batch_size = group_size * groups_per_micro_batch
+def test_every_trajectory_is_trained_once(seed, micro_batch_size, num_micro_batches, normalization):
     batch_size = micro_batch_size * num_micro_batches
-    streamer = MicroBatchStreamer(batch_size, micro_batch_size, group_size, normalization)
-    draws = random.Random(data.draw(st.integers(0, 10_000)))
+    streamer = MicroBatchStreamer(batch_size, micro_batch_size, normalization)
+    draws = random.Random(seed)
     for batch in range(3):
-        samples = [
-            Sample(place, 1, Moments.of([float(place)]), f"group {place // group_size}" if group_size > 1 else None)
-            for place in range(batch_size)
-        ]
+        samples = [StreamedSample(place, AdvantageMoments.of([float(place)])) for place in range(batch_size)]
         draws.shuffle(samples)
         work = stream(streamer, samples)
         for kind in (Prepare, Train):
             parts = [one for _, one in work if isinstance(one, kind)]
             assert sorted(sample.payload for part in parts for sample in part.samples) == list(range(batch_size))
             assert [part.index for part in parts] == list(range(num_micro_batches))
-            for part in parts:
-                assert len(part.samples) == micro_batch_size
-                places = [sample.payload // group_size for sample in part.samples]
-                assert all(places.count(group) == group_size for group in places)
+            assert {len(part.samples) for part in parts} == {micro_batch_size}
         arrived, last = work[-1]
-        assert last == Step(num_micro_batches, batch_size) and arrived == batch_size
+        assert last == OptimizerStepDue() and arrived == batch_size
         trained_early = [place for place, one in work if isinstance(one, Train) and place < batch_size]
         if normalization == "exact" or (normalization == "previous" and batch == 0):
             assert not trained_early
-        elif group_size == 1:
+        else:
             assert len(trained_early) == num_micro_batches - 1
     assert streamer.missing == batch_size
 
@@ -71,11 +66,11 @@ def test_exact_normalisation_is_that_of_the_whole_batch_in_any_order(values, off
     values = [[value + offset for value in row] for row in values]
     order = list(range(4))
     random.Random(seed).shuffle(order)
-    samples = [Sample(place, 1, Moments.of(values[place])) for place in order]
-    work = stream(MicroBatchStreamer(4, 2, 1, "exact"), samples)
+    samples = [StreamedSample(place, AdvantageMoments.of(values[place])) for place in order]
+    work = stream(MicroBatchStreamer(4, 2, "exact"), samples)
     (scale,) = {one.scale for _, one in work if isinstance(one, Train)}
     everything = np.concatenate([np.array(row, dtype=np.float64) for row in values])
-    assert work[-1][1] == Step(2, everything.size)
+    assert work[-1][1] == OptimizerStepDue()
     if everything.size:
         assert scale.mean == pytest.approx(everything.mean(), rel=1e-12, abs=1e-9)
         assert scale(scale.mean) == 0.0
@@ -84,52 +79,50 @@ def test_exact_normalisation_is_that_of_the_whole_batch_in_any_order(values, off
 
 
 def test_previous_normalisation_is_the_batch_befores_for_all_micro_batches():
-    streamer = MicroBatchStreamer(4, 2, 1, "previous")
+    streamer = MicroBatchStreamer(4, 2, "previous")
     batches = [[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0], [5.0, 5.0, 5.0, 5.0]]
     scales = []
     for values in batches:
-        work = stream(streamer, [Sample(value, 1, Moments.of([value])) for value in values])
+        work = stream(streamer, [StreamedSample(value, AdvantageMoments.of([value])) for value in values])
         scales.append({one.scale for _, one in work if isinstance(one, Train)})
-    own = [Moments.of(values).scale() for values in batches]
+    own = [AdvantageMoments.of(values).scale() for values in batches]
     assert scales == [{own[0]}, {own[0]}, {own[1]}]
-    resumed = MicroBatchStreamer(4, 2, 1, "previous")
+    resumed = MicroBatchStreamer(4, 2, "previous")
     resumed.restore(streamer.state())
-    (first, *_) = [one for one in stream(resumed, [Sample(0), Sample(0)]) if isinstance(one[1], Train)]
+    (first, *_) = [one for one in stream(resumed, [StreamedSample(0), StreamedSample(0)]) if isinstance(one[1], Train)]
     assert first[1].scale == own[2]
 
 
 def test_an_exact_batch_prepares_early_and_trains_late():
-    work = stream(MicroBatchStreamer(4, 2), [Sample(place) for place in range(4)])
+    work = stream(MicroBatchStreamer(4, 2), [StreamedSample(place) for place in range(4)])
     assert [(place, type(one).__name__, getattr(one, "index", None)) for place, one in work] == [
         (2, "Prepare", 0),
         (4, "Prepare", 1),
         (4, "Train", 0),
         (4, "Train", 1),
-        (4, "Step", None),
+        (4, "OptimizerStepDue", None),
     ]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(parts=st.lists(st.lists(st.integers(-100, 100), max_size=5), min_size=1, max_size=6))
 def test_moments_of_parts_are_those_of_the_whole(parts):
-    total = sum((Moments.of(part) for part in parts), Moments())
-    whole = Moments.of([value for part in parts for value in part])
+    total = sum((AdvantageMoments.of(part) for part in parts), AdvantageMoments())
+    whole = AdvantageMoments.of([value for part in parts for value in part])
     assert (total.count, total.mean) == (whole.count, pytest.approx(whole.mean, abs=1e-9))
     assert total.squares == pytest.approx(whole.squares, rel=1e-9, abs=1e-7)
 
 
 def test_a_single_value_is_not_divided_by_nothing():
-    assert Moments.of([3.0]).scale() == Scale(3.0, 1e-5)
-    assert Moments().scale() == Scale(0.0, 1e-5)
+    assert AdvantageMoments.of([3.0]).scale() == Scale(3.0, 1e-5)
+    assert AdvantageMoments().scale() == Scale(0.0, 1e-5)
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
         ((10, 4), "`batch_size` must be a multiple of 4, got 10; the nearest is 8"),
-        ((12, 4, 3), "`micro_batch_size` must be a multiple of 3, got 4; the nearest is 3"),
-        ((4, 2, 1, "running"), "`normalization` must be one of"),
-        ((4, 2, 1, "group"), "`group_size` must be above 1"),
+        ((4, 2, "running"), "`normalization` must be one of"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
@@ -137,25 +130,12 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
         MicroBatchStreamer(*sizes)
 
 
-def test_samples_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="lacks 4 trajectories, got 6 more"):
-        MicroBatchStreamer(4, 2).add(Sample(None, 6))
-    with pytest.raises(ValueError, match=r"Samples of \[1, 2\] trajectories do not fill a micro-batch of 2"):
-        stream(MicroBatchStreamer(4, 2), [Sample(None, 1), Sample(None, 2)])
-    with pytest.raises(ValueError, match="whole groups of 2 or names its own; got 1"):
-        MicroBatchStreamer(4, 2, 2).add(Sample(None))
-    with pytest.raises(ValueError, match="Group 'a' has 3 trajectories, `group_size` is 2"):
-        stream(MicroBatchStreamer(4, 2, 2), [Sample(None, 1, group="a"), Sample(None, 2, group="a")])
-    with pytest.raises(ValueError, match=r"Groups \['a', 'b'\] are incomplete.*admit a group as one ticket"):
-        stream(MicroBatchStreamer(4, 4, 2), [Sample(None, 1, group=name) for name in "abcc"])
-
-
 def test_a_batch_that_is_masked_leaves_the_scale_of_the_one_before():
     streamer = MicroBatchStreamer(2, 1, normalization="previous")
     scales = []
     for batch in ([1.0, 3.0], [], [2.0, 4.0]):
         for place in range(2):
-            work = streamer.add(Sample(None, advantages=Moments.of(batch[place : place + 1])))
+            work = streamer.add(StreamedSample(None, advantages=AdvantageMoments.of(batch[place : place + 1])))
             scales += [one.scale for one in work if isinstance(one, Train)]
-    first = Moments.of([1.0, 3.0]).scale()
+    first = AdvantageMoments.of([1.0, 3.0]).scale()
     assert scales == [first] * 6

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 
 from embodix_rl.report.spans import Span
-from embodix_rl.scheduling.timeline import Timeline, TrainedBatch, merge, summarize
-from embodix_rl.scheduling.waiting import WaitTimeout
-from embodix_rl.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.timeline import Timeline, TrainedBatch, summarize
+from embodix_rl.scheduling.virtual_clock import run_virtually
 
 
 def recorded() -> Timeline:
@@ -27,7 +25,7 @@ def recorded() -> Timeline:
         Span("trainer", "train", 26.0, 34.0),
         Span("trainer", "samples", 10.0, 26.0, whom="env 0"),
     ]
-    return Timeline(None, spans, batches, discarded_frames=50)
+    return Timeline(spans, batches, discarded_frames=50)
 
 
 def test_the_summary_counts_what_is_after_warm_up():
@@ -41,7 +39,6 @@ def test_the_summary_counts_what_is_after_warm_up():
     assert summary.waited_s == {"env 0": {"rollout 0": 4.0}, "trainer": {"env 0": 16.0}}
     assert summary.parts_s == pytest.approx({"env": 16 / 1.5, "rollout": 5 / 1.5, "trainer": 4 / 1.5})
     assert summary.bound_s == pytest.approx(16 / 1.5) and summary.bound_share == pytest.approx(0.8)
-    json.dumps(summary.to_json())
 
 
 def test_a_summary_needs_batches_after_warm_up():
@@ -50,31 +47,15 @@ def test_a_summary_needs_batches_after_warm_up():
             summarize(recorded(), warm_up)
 
 
-def test_records_survive_json():
-    again = Timeline.from_json(json.loads(json.dumps(recorded().to_json())))
-    assert (again.spans, again.batches, again.discarded_frames) == (recorded().spans, recorded().batches, 50)
-
-
-def test_timelines_of_two_machines_merge_on_one_clock():
-    other = Timeline(None, [Span("env 2", "step", 100.0, 105.0)], [TrainedBatch(103.0, 3, 1, 1, {})])
-    merged = merge([(recorded(), 0.0), (other, -90.0)])
-    assert Span("env 2", "step", 10.0, 15.0) in merged.spans
-    assert [batch.at for batch in merged.batches] == [10.0, 13.0, 20.0, 30.0]
-    assert [span.end_s for span in merged.spans] == sorted(span.end_s for span in merged.spans)
-
-
 def test_records_are_taken_on_the_loops_clock():
     async def work() -> Timeline:
         timeline = Timeline()
         with timeline.busy("env 0", "step"):
             await asyncio.sleep(2)
-        async with timeline.waiting("env 0", "rollout 0", "actions", 10.0):
+        with timeline.wait("env 0", "rollout 0", "actions"):
             await asyncio.sleep(3)
         with timeline.wait("env 0", "rollout 0", "nothing"):
             pass
-        with pytest.raises(WaitTimeout):
-            async with timeline.waiting("env 0", "rollout 0", "actions", 10.0):
-                await asyncio.Event().wait()
         timeline.trained(4, 10, 8, {1: 2})
         return timeline
 
@@ -82,6 +63,5 @@ def test_records_are_taken_on_the_loops_clock():
     assert timeline.spans == [
         Span("env 0", "step", 0.0, 2.0),
         Span("env 0", "actions", 2.0, 5.0, "rollout 0"),
-        Span("env 0", "actions", 5.0, 15.0, "rollout 0"),
     ]
-    assert timeline.batches == [TrainedBatch(15.0, 4, 10, 8, {1: 2})]
+    assert timeline.batches == [TrainedBatch(5.0, 4, 10, 8, {1: 2})]

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
+from embodix_rl.scheduling import virtual_clock
 from embodix_rl.scheduling.channels import ChannelClosed, Mailbox
+from embodix_rl.scheduling.virtual_clock import Deadlock, run_virtually
 from embodix_rl.scheduling.waiting import WaitTimeout, current_waits, waiting
-from embodix_rl.testing import virtual_clock
-from embodix_rl.testing.virtual_clock import Deadlock, run_virtually
 
 
 def test_hours_take_no_time():

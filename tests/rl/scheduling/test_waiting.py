@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
+from embodix_rl.scheduling.virtual_clock import run_virtually
 from embodix_rl.scheduling.waiting import Wait, WaitTimeout, current_waits, waiting
-from embodix_rl.testing.virtual_clock import run_virtually
 
 
 def test_a_wait_that_is_over_says_who_waited_for_whom_and_is_listed_until_then():

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodix_rl.scheduling.channels import Mailbox
+from embodix_rl.scheduling.virtual_clock import run_virtually
 from embodix_rl.scheduling.waiting import WaitTimeout
-from embodix_rl.scheduling.weights import Begin, Part, WeightMessage, WeightReceiver, WeightSender, hash_of_names
-from embodix_rl.testing.virtual_clock import run_virtually
+from embodix_rl.scheduling.weights import Part, VersionBegin, WeightMessage, WeightReceiver, WeightSender, hash_of_names
 
 NAMES = ["vision", "language", "action"]
 NUM_PARTS = 3
@@ -67,7 +67,7 @@ async def mixed_actions(
     async def carry() -> None:
         for _ in range(10_000):
             message = await box.receive()
-            await asyncio.sleep(part_s[0] if isinstance(message, Begin) else part_s[message.index % len(part_s)])
+            await asyncio.sleep(part_s[0] if isinstance(message, VersionBegin) else part_s[message.index % len(part_s)])
             await weights.accept(message)
 
     carrying = asyncio.create_task(carry())
@@ -104,12 +104,12 @@ def test_one_buffer_would_mix_versions():
 def test_half_a_version_is_never_visible():
     async def interrupt() -> None:
         weights = receiver()
-        await weights.accept(Begin(1, NUM_PARTS, hash_of_names(NAMES)))
+        await weights.accept(VersionBegin(1, NUM_PARTS, hash_of_names(NAMES)))
         for index in range(NUM_PARTS - 1):
             await weights.accept(Part(1, index, 1))
         async with weights.use() as (version, buffer):
             assert (version, buffer.versions) == (0, [0, 0, 0])
-        await weights.accept(Begin(2, NUM_PARTS, hash_of_names(NAMES)))
+        await weights.accept(VersionBegin(2, NUM_PARTS, hash_of_names(NAMES)))
         await weights.accept(Part(1, 2, 1))  # late: its version is given up
         assert await weights.adopt() == 0 and weights.num_interrupted == 1
         for index in range(NUM_PARTS):
@@ -151,7 +151,7 @@ def test_generation_does_not_wait_for_weights():
 def test_a_version_that_does_not_come_is_named_with_what_is_there():
     async def wait() -> None:
         weights = receiver(worker="rollout 2", deadline_s=30.0)
-        await weights.accept(Begin(1, NUM_PARTS, hash_of_names(NAMES)))
+        await weights.accept(VersionBegin(1, NUM_PARTS, hash_of_names(NAMES)))
         await weights.accept(Part(1, 0, 1))
         await weights.wait_for_version(1)
 
@@ -164,7 +164,7 @@ def test_an_inference_that_never_ends_is_named():
     async def hang() -> None:
         weights = receiver(worker="rollout 2", deadline_s=30.0)
         async with weights.use():
-            await weights.accept(Begin(1, 1, hash_of_names(NAMES)))
+            await weights.accept(VersionBegin(1, 1, hash_of_names(NAMES)))
             await weights.accept(Part(1, 0, 1))
             await weights.adopt()
 
@@ -174,11 +174,9 @@ def test_an_inference_that_never_ends_is_named():
 
 def test_the_channels_end_leaves_the_version_in_use():
     async def end() -> None:
-        weights, box = receiver(), Mailbox[WeightMessage]("rollout")
-        await box.send(Begin(1, NUM_PARTS, hash_of_names(NAMES)))
-        await box.send(Part(1, 0, 1))
-        await box.close()
-        await weights.receive_from(box)
+        weights = receiver()
+        await weights.accept(VersionBegin(1, NUM_PARTS, hash_of_names(NAMES)))
+        await weights.accept(Part(1, 0, 1))
         async with weights.use() as (version, buffer):
             assert (version, buffer.versions) == (0, [0, 0, 0])
 
@@ -188,11 +186,14 @@ def test_the_channels_end_leaves_the_version_in_use():
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([Begin(1, 3, hash_of_names(NAMES[::-1]))], "Trainer and rollout must build the same model"),
-        ([Begin(0, 3, hash_of_names(NAMES))], "Versions only grow: 0 was announced after 0"),
-        ([Begin(1, 0, hash_of_names(NAMES))], "A version has at least one part"),
-        ([Begin(1, 3, hash_of_names(NAMES)), Part(1, 3, 0)], "Part 3 of version 1 came twice or is none of its 3"),
-        ([Begin(1, 3, hash_of_names(NAMES)), Part(1, 0, 0), Part(1, 0, 0)], "Part 0 of version 1 came twice"),
+        ([VersionBegin(1, 3, hash_of_names(NAMES[::-1]))], "Trainer and rollout must build the same model"),
+        ([VersionBegin(0, 3, hash_of_names(NAMES))], "Versions only grow: 0 was announced after 0"),
+        ([VersionBegin(1, 0, hash_of_names(NAMES))], "A version has at least one part"),
+        (
+            [VersionBegin(1, 3, hash_of_names(NAMES)), Part(1, 3, 0)],
+            "Part 3 of version 1 came twice or is none of its 3",
+        ),
+        ([VersionBegin(1, 3, hash_of_names(NAMES)), Part(1, 0, 0), Part(1, 0, 0)], "Part 0 of version 1 came twice"),
     ],
 )
 def test_messages_that_make_no_sense_are_refused(messages, message):

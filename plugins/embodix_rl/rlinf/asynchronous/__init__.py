@@ -4,16 +4,12 @@
 `embodix_rl.scheduling` decides when who does what; here it meets RLinf's channels and processes:
 
 ====================  ==================================================================================
-`settings`            the runner as it is chosen and checked, without RLinf
-`exchange`            RLinf's channels as the core's, and what travels on them
+`rl_vla3`             the runner as it is chosen and checked, without RLinf
+`exchange`            RLinf's channels as the core's, and what travels on them: messages, weights in parts
 `gate_service`        the staleness gate in the driver, reached by messages
-`components`          the conductor's components around calls of worker groups
+`components`          the conductor's components around calls of worker groups; evaluations beside training
 `driver`              the runner class
-`trajectory_samples`  a trajectory as chunks to train on, by RLinf's own functions
-`update`              a global batch's gradient from samples that arrive one by one
-`minibatches`         one optimizer step a version, or several
-`evaluation`          evaluations beside training, as the driver asks for them
-`weight_parts`        a model's weights as parts of a version
+`version_update`      what trains one policy version: gradients as samples arrive, one optimizer step or several
 ====================  ==================================================================================
 
 The workers are `embodix_rl.rlinf.workers.shard_env`, `batching_rollout` and `streaming_actor`. The gate lives in the

@@ -13,26 +13,24 @@ from rlinf.runners.embodied_runner import EmbodiedRunner
 from rlinf.scheduler import Channel
 from rlinf.utils.metric_utils import compute_evaluate_metrics
 
-from embodix_rl.rlinf.asynchronous.components import DriverComponent, WorkersComponent, answer_of, finished
-from embodix_rl.rlinf.asynchronous.evaluation import Evaluations
+from embodix_rl.rlinf.asynchronous.components import DriverComponent, Evaluations, WorkersComponent, answer_of, finished
 from embodix_rl.rlinf.asynchronous.exchange import EVENTS, TAKEN, ChannelReceive, ChannelSend, Event, tickets_key
-from embodix_rl.rlinf.asynchronous.gate_service import GateService
+from embodix_rl.rlinf.asynchronous.gate_service import GateService, RestartBudget
 from embodix_rl.rlinf.asynchronous.queue_checkpoint import SavedGate, read_gate, whole_checkpoint, write_gate
-from embodix_rl.rlinf.asynchronous.settings import AsyncSettings
-from embodix_rl.rlinf.faults import WorkerFailedError
-from embodix_rl.rlinf.host_config import CHECKPOINT_PREFIX
+from embodix_rl.rlinf.asynchronous.rl_vla3 import AsyncSettings
+from embodix_rl.rlinf.hosts import WorkerFailedError
+from embodix_rl.rlinf.rlinf_config import CHECKPOINT_PREFIX
 from embodix_rl.scheduling.conductor import Conductor, RunFailedError
-from embodix_rl.scheduling.protocol import Deadlines, RunProtocol, Stage
+from embodix_rl.scheduling.protocol import Deadlines, RunProtocol, RunStage
 from embodix_rl.scheduling.staleness import GateSettings, StalenessGate, Ticket
-from embodix_rl.scheduling.supervision import RestartBudget
 
 CUT_S = 15.0  # for workers to answer when the run has failed
 SAVE_S = 300.0  # for the checkpoint of a run that has failed
 STAGES = [
-    Stage(("gate",)),
-    Stage(("trainer",), ends_run=True),
-    Stage(("rollout workers",)),
-    Stage(("env workers",), may_end=True),
+    RunStage(("gate",)),
+    RunStage(("trainer",), ends_run=True),
+    RunStage(("rollout workers",)),
+    RunStage(("env workers",), may_end=True),
 ]
 
 
@@ -85,7 +83,7 @@ class AsynchronousRunner(EmbodiedRunner):  # type: ignore[misc]
         )
         self._restore_gate()
         deadlines = Deadlines(settings.deadline_s, settings.deadline_s, CUT_S)
-        protocol = RunProtocol(STAGES, RestartBudget(0), deadlines, self.global_step)
+        protocol = RunProtocol(STAGES, deadlines, self.global_step)
         self._conductor = Conductor(protocol, self._components())
         await self._conductor.run()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLinf's channels as the scheduling core wants them, and the messages of a run.
+"""RLinf's channels as the scheduling core wants them, and what travels on them: messages, and weights in parts.
 
 A channel of RLinf holds a queue for each key, so one channel for each receiving group is enough: requests, weights and
 answers differ by key.
@@ -8,11 +8,16 @@ answers differ by key.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from embodix_rl.scheduling.staleness import Ticket
+from embodix_rl.scheduling.weights import Part
 
 REQUESTS, TAKEN, EVENTS = "requests", "taken", "events"
 EVALUATION_REQUESTS = "evaluation requests"  # never computed together with those that are trained on
@@ -69,14 +74,14 @@ class Adopted:
 
 
 @dataclass(frozen=True)
-class Lost:
+class SimulatorsLost:
     """`worker` is about to start its simulators again, because of `reason`."""
 
     worker: str
     reason: str
 
 
-Event = Asks | Delivered | Adopted | Lost
+Event = Asks | Delivered | Adopted | SimulatorsLost
 
 
 @dataclass(frozen=True)
@@ -112,3 +117,46 @@ class ChannelSend[T]:
 def allow_many_waits() -> None:
     """Give the running loop enough threads: RLinf waits for messages in the loop's executor, which has few."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MOST_WAITS, thread_name_prefix="wait"))
+
+
+Weights = dict[str, Tensor]
+
+
+def split_weights(weights: Mapping[str, Tensor], part_bytes: int) -> list[Weights]:
+    """Copies of the weights in CPU memory, in parts of about `part_bytes`, in their order; none is divided."""
+    parts: list[Weights] = [{}]
+    size = 0
+    for name, weight in weights.items():
+        copied = weight.detach().to("cpu", copy=True)
+        if parts[-1] and size + copied.nbytes > part_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = copied
+        size += copied.nbytes
+    return parts
+
+
+class ModelBuffer:
+    """One of a rollout worker's two models (`embodix_rl.scheduling.weights.Buffer`)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._weights: dict[str, Any] = model.state_dict()
+        self._tell_changed = getattr(model, "weights_changed", None)  # of a model that computes with a copy of them
+
+    @property
+    def names(self) -> list[str]:
+        """Of the weights, in their order."""
+        return list(self._weights)
+
+    @torch.no_grad()
+    def write(self, part: Part) -> None:
+        """Copy a part into the model.
+
+        Raises:
+            KeyError: a weight that the model has not.
+        """
+        for name, weight in part.payload.items():
+            self._weights[name].copy_(weight)
+        if self._tell_changed is not None:
+            self._tell_changed()

@@ -1,17 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staleness gate, reached by messages: the driver's side of generation."""
+"""The driver's side of generation: the staleness gate by messages, and how often simulators may be restarted."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections import deque
 from collections.abc import Callable
 
-from embodix_rl.rlinf.asynchronous.exchange import Adopted, Asks, Delivered, Event, Lost
-from embodix_rl.rlinf.faults import WorkerFailedError
+from embodix_rl.rlinf.asynchronous.exchange import Adopted, Asks, Delivered, Event, SimulatorsLost
+from embodix_rl.rlinf.hosts import WorkerFailedError
 from embodix_rl.scheduling.channels import Receive, Send
-from embodix_rl.scheduling.staleness import Finished, StalenessGate, Ticket
-from embodix_rl.scheduling.supervision import RestartBudget
+from embodix_rl.scheduling.staleness import FinishedSample, StalenessGate, Ticket
+
+HOUR_S = 3600.0
+
+
+class RestartBudget:
+    """At most `per_hour` restarts in any sliding hour.
+
+    Raises:
+        ValueError: a negative budget.
+    """
+
+    def __init__(self, per_hour: int) -> None:
+        if per_hour < 0:
+            raise ValueError(f"Restarts per hour must be 0 or more, got {per_hour}.")
+        self._per_hour = per_hour
+        self._spent: deque[float] = deque()
+        self.total = 0
+
+    def spend(self, now: float) -> bool:
+        """Whether one more restart is allowed at `now`; if so, it counts."""
+        while self._spent and self._spent[0] <= now - HOUR_S:
+            self._spent.popleft()
+        if len(self._spent) >= self._per_hour:
+            return False
+        self._spent.append(now)
+        self.total += 1
+        return True
+
+    def describe(self, now: float) -> str:
+        """What was spent, for a person."""
+        recent = sum(moment > now - HOUR_S for moment in self._spent)
+        return f"{recent} of {self._per_hour} restarts in the last hour, {self.total} in all"
 
 
 class GateService:
@@ -50,8 +82,8 @@ class GateService:
                     admissions.create_task(self._admit(event.shard), name=f"leave for {event.shard}")
                 elif isinstance(event, Delivered):
                     self._metrics.append(event.metrics)
-                    await self._gate.finish(Finished(event.ticket, event.ticket.who, event.valid))
-                elif isinstance(event, Lost):
+                    await self._gate.finish(FinishedSample(event.ticket, event.ticket.who, event.valid))
+                elif isinstance(event, SimulatorsLost):
                     self._allow_restart(event)
                 else:
                     assert isinstance(event, Adopted)
@@ -73,7 +105,7 @@ class GateService:
         restarts, self._num_told = self._restarts.total - self._num_told, self._restarts.total
         return restarts
 
-    def _allow_restart(self, lost: Lost) -> None:
+    def _allow_restart(self, lost: SimulatorsLost) -> None:
         now = asyncio.get_running_loop().time()
         if not self._restarts.spend(now):
             raise WorkerFailedError(

@@ -10,13 +10,14 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from embodix_rl.scheduling.staleness import Finished, Ticket
+from embodix_rl.scheduling.staleness import FinishedSample, Ticket
 
 QUEUE_FOLDER, GATE_FILE, TRAJECTORIES_FILE = "queue", "gate.json", "trajectories.pt"
+TICKET_FIELDS = [field.name for field in fields(Ticket)]  # checkpoints of earlier versions name more
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,10 @@ def read_gate(folder: Path) -> SavedGate | None:
     if not path.is_file():
         return None
     record = json.loads(path.read_text())
-    finished = [
-        Finished(Ticket(**one["ticket"]), one["payload"], one["valid"]) for one in record["state"].pop("finished")
-    ]
+    finished = []
+    for one in record["state"].pop("finished"):
+        ticket = Ticket(**{name: one["ticket"][name] for name in TICKET_FIELDS})
+        finished.append(FinishedSample(ticket, one["payload"], one["valid"]))
     return SavedGate({**record["state"], "finished": finished}, record["sizes"], record["episodes"])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from embodix_rl.rlinf.asynchronous.exchange import Lost
+from embodix_rl.rlinf.asynchronous.exchange import SimulatorsLost
 from embodix_rl.rlinf.simulator_process import RemoteSimulators, SimulatorLostError
 
 
@@ -41,7 +41,7 @@ class SupervisedSimulators:
         work: Callable[..., Any],
         *args: Any,
         life: int | None = None,
-        tell: Callable[[Lost], Awaitable[None]],
+        tell: Callable[[SimulatorsLost], Awaitable[None]],
     ) -> Any:
         """The result of `work`.
 
@@ -67,9 +67,9 @@ class SupervisedSimulators:
         if self._remote is not None:
             self._remote.kill()
 
-    async def _restart(self, reason: str, tell: Callable[[Lost], Awaitable[None]]) -> None:
+    async def _restart(self, reason: str, tell: Callable[[SimulatorsLost], Awaitable[None]]) -> None:
         while True:
-            await tell(Lost(self._worker, reason))
+            await tell(SimulatorsLost(self._worker, reason))
             try:
                 return await self._in_thread(self._start_again)
             except SimulatorLostError as lost:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLinf's training worker."""
+"""RLinf's training workers, of synchronous, pipelined and asynchronous runs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from embodix_rl.rlinf.extension import activate
+from embodix_rl.rlinf.extension import ReportingWorker, activate
 
 activate("actor")  # before RLinf's modules are imported, hence the order below
 
+from rlinf.workers.actor.async_ppo_fsdp_worker import AsyncPPOEmbodiedFSDPActor  # noqa: E402
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E402
+from rlinf.workers.actor.fsdp_actor_worker_pipeline import PipelineEmbodiedFSDPActor  # noqa: E402
 
-from embodix_rl.rlinf.consumption import Consumption  # noqa: E402
 from embodix_rl.rlinf.export import export_saved  # noqa: E402
-from embodix_rl.rlinf.model_config import FLOW_MODEL  # noqa: E402
-from embodix_rl.rlinf.workers.reporting import ReportingWorker  # noqa: E402
+from embodix_rl.rlinf.task_config import FLOW_MODEL  # noqa: E402
+from embodix_rl.rlinf.training_records import Consumption  # noqa: E402
 
 
 class CountingActor(ReportingWorker):
@@ -59,3 +60,37 @@ class EmbodixActor(CountingActor, EmbodiedFSDPActor):
     def compute_advantages_and_returns(self) -> Any:
         self.count_versions(self.rollout_batch["versions"], fresh=True)
         return super().compute_advantages_and_returns()
+
+
+class EmbodixPipelineActor(CountingActor, PipelineEmbodiedFSDPActor):
+    """``PipelineEmbodiedFSDPActor`` with report, timeline and counts."""
+
+    def try_recv_micro_batch(self, input_channel: Any) -> Any:
+        return self._counted(super().try_recv_micro_batch(input_channel))
+
+    def recv_micro_batch(self, input_channel: Any) -> Any:
+        with self.timeline_span("wait"):
+            return self._counted(super().recv_micro_batch(input_channel))
+
+    def _counted(self, micro_batch: Any) -> Any:
+        if micro_batch is not None:
+            self.count_versions(micro_batch["versions"].unsqueeze(1), fresh=True)
+        return micro_batch
+
+
+class EmbodixAsyncActor(CountingActor, AsyncPPOEmbodiedFSDPActor):
+    """``AsyncPPOEmbodiedFSDPActor`` with report, timeline and counts.
+
+    Its store keeps what it has trained on (`PriorityStore.topn` removes nothing), so a batch without fresh
+    trajectories is trained on again.
+    """
+
+    async def construct_rollout_batch(self, max_trajectories: int | None = None) -> Any:
+        with self.timeline_span("wait"):
+            metrics = await super().construct_rollout_batch(max_trajectories)
+        for trajectory in self.rollout_store.topn(self.rollout_store_size):
+            used = getattr(trajectory, "embodix_used", False)
+            self.count_versions(trajectory.versions, fresh=not used)
+            self.consumption.received += not used
+            trajectory.embodix_used = True
+        return metrics

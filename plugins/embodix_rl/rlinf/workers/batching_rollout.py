@@ -27,11 +27,11 @@ from embodix_rl.rlinf.asynchronous.exchange import (  # noqa: E402
     ChannelReceive,
     ChannelSend,
     Event,
+    ModelBuffer,
     allow_many_waits,
     answers_key,
     weights_key,
 )
-from embodix_rl.rlinf.asynchronous.weight_parts import ModelBuffer  # noqa: E402
 from embodix_rl.rlinf.workers.rollout import TimedInference  # noqa: E402
 from embodix_rl.scheduling.adaptive import AdaptiveLimits  # noqa: E402
 from embodix_rl.scheduling.batcher import (  # noqa: E402
@@ -40,7 +40,7 @@ from embodix_rl.scheduling.batcher import (  # noqa: E402
     BatchPolicy,
     DynamicBatcher,
     FixedLimits,
-    Request,
+    InferenceRequest,
 )
 from embodix_rl.scheduling.channels import Mailbox, Receive  # noqa: E402
 from embodix_rl.scheduling.weights import WeightMessage, WeightReceiver  # noqa: E402
@@ -92,8 +92,8 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
 
     async def generate(self, input_channel: Any, output_channel: Any) -> None:
         """Answer requests until `stop`."""
-        inbox = Mailbox[Request[Any]](self._name, self._share_of_shards(), self._settings.deadline_s)
-        requests = ChannelReceive[Request[Any]](input_channel, REQUESTS)
+        inbox = Mailbox[InferenceRequest[Any]](self._name, self._share_of_shards(), self._settings.deadline_s)
+        requests = ChannelReceive[InferenceRequest[Any]](input_channel, REQUESTS)
         batcher = DynamicBatcher(inbox, self._limits(), name=self._name, deadline_s=self._settings.deadline_s)
         self._tasks.append(asyncio.ensure_future(_fetch(requests, inbox)))
         self._tasks.append(asyncio.ensure_future(self._serve(batcher, output_channel, "train")))
@@ -124,9 +124,9 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
         """Answer requests of evaluations too, in batches of their own: whatever is there, whenever it comes."""
         num_stages = self._num_shards()  # of evaluation there are as many
         limits = FixedLimits(BatchLimits(num_stages, 0.0))
-        inbox = Mailbox[Request[Any]](self._name, num_stages, self._settings.deadline_s)
+        inbox = Mailbox[InferenceRequest[Any]](self._name, num_stages, self._settings.deadline_s)
         batcher = DynamicBatcher(inbox, limits, name=self._name, clients="evaluations", deadline_s=float("inf"))
-        requests = ChannelReceive[Request[Any]](input_channel, EVALUATION_REQUESTS)
+        requests = ChannelReceive[InferenceRequest[Any]](input_channel, EVALUATION_REQUESTS)
         self._tasks.append(asyncio.ensure_future(_fetch(requests, inbox)))
         self._tasks.append(asyncio.ensure_future(self._serve(batcher, output_channel, "eval")))
 
@@ -184,7 +184,7 @@ class BatchingRollout(TimedInference, MultiStepRolloutWorker):
         return list(self._split_rollout_result(answer, sizes))
 
 
-async def _fetch(requests: Receive[Request[Any]], inbox: Mailbox[Request[Any]]) -> None:
+async def _fetch(requests: Receive[InferenceRequest[Any]], inbox: Mailbox[InferenceRequest[Any]]) -> None:
     """Receive what is sent, so that it is here when a batch is formed: a receive from RLinf's channel takes
     milliseconds even where something waits, and the batcher posts one at a time.
 

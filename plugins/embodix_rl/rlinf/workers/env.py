@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLinf's environment worker."""
+"""RLinf's environment workers, of synchronous and asynchronous runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from embodix_rl.rlinf.extension import activate
+from embodix_rl.rlinf.extension import ReportingWorker, activate
 
 activate("env")  # before RLinf's modules are imported, hence the order below
 
+from rlinf.workers.env.async_env_worker import AsyncEnvWorker  # noqa: E402
 from rlinf.workers.env.env_worker import EnvWorker  # noqa: E402
-
-from embodix_rl.rlinf.workers.reporting import ReportingWorker  # noqa: E402
 
 
 class TimedEnvironments(ReportingWorker):
@@ -28,3 +27,7 @@ class TimedEnvironments(ReportingWorker):
 
 class EmbodixEnvWorker(TimedEnvironments, EnvWorker):
     """``EnvWorker`` with report and timeline."""
+
+
+class EmbodixAsyncEnvWorker(TimedEnvironments, AsyncEnvWorker):
+    """``AsyncEnvWorker`` with report and timeline."""

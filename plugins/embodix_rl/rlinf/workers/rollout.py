@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLinf's inference worker."""
+"""RLinf's inference workers, of synchronous and asynchronous runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from embodix_rl.rlinf.extension import activate
+from embodix_rl.rlinf.extension import ReportingWorker, activate
 
 activate("rollout")  # before RLinf's modules are imported, hence the order below
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from rlinf.workers.rollout.hf.async_huggingface_worker import AsyncMultiStepRolloutWorker  # noqa: E402
 from rlinf.workers.rollout.hf.huggingface_worker import MultiStepRolloutWorker  # noqa: E402
-
-from embodix_rl.rlinf.workers.reporting import ReportingWorker  # noqa: E402
 
 
 class TimedInference(ReportingWorker):
@@ -48,3 +47,7 @@ class TimedInference(ReportingWorker):
 
 class EmbodixRolloutWorker(TimedInference, MultiStepRolloutWorker):
     """``MultiStepRolloutWorker`` with report and timeline."""
+
+
+class EmbodixAsyncRolloutWorker(TimedInference, AsyncMultiStepRolloutWorker):
+    """``AsyncMultiStepRolloutWorker`` with report and timeline."""

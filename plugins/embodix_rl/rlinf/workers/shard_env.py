@@ -33,7 +33,7 @@ from embodix_rl.rlinf.asynchronous.exchange import (  # noqa: E402
     samples_key,
     tickets_key,
 )
-from embodix_rl.rlinf.asynchronous.settings import RESET_FACTOR  # noqa: E402
+from embodix_rl.rlinf.asynchronous.rl_vla3 import RESET_FACTOR  # noqa: E402
 from embodix_rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators  # noqa: E402
 from embodix_rl.rlinf.simulator_process import (  # noqa: E402
     RemoteSimulators,
@@ -42,7 +42,7 @@ from embodix_rl.rlinf.simulator_process import (  # noqa: E402
 )
 from embodix_rl.rlinf.workers.env import TimedEnvironments  # noqa: E402
 from embodix_rl.rlinf.workers.shard_evaluation import ShardEvaluation  # noqa: E402
-from embodix_rl.scheduling.batcher import Request  # noqa: E402
+from embodix_rl.scheduling.batcher import InferenceRequest  # noqa: E402
 from embodix_rl.scheduling.staleness import Ticket  # noqa: E402
 from embodix_rl.scheduling.waiting import waiting  # noqa: E402
 
@@ -189,7 +189,7 @@ class Shard:
         self._worker, self._stage = worker, stage
         self._tickets = ChannelReceive[Ticket | None](inbox, tickets_key(self.name))
         self._answers = ChannelReceive[Any](inbox, answers_key(self.name))
-        self._requests = ChannelSend[Request[Any]](rollout_channel, REQUESTS)
+        self._requests = ChannelSend[InferenceRequest[Any]](rollout_channel, REQUESTS)
         self._samples = ChannelSend[Any](actor_channel, samples_key(self.name))
         self._events = ChannelSend[Event](events, EVENTS)
         self._worked_s: float | None = None
@@ -281,7 +281,7 @@ class Shard:
         batch = seen.to_dict()
         size = self._worker.train_num_envs_per_stage
         payload = {"obs": batch["obs"], "final_obs": batch["final_obs"]}
-        request = Request(payload, size, self.name, self._worker._source, worked_s=self._worked_s)
+        request = InferenceRequest(payload, size, self.name, self._worker._source, worked_s=self._worked_s)
         sending = asyncio.ensure_future(self._requests.send(request))
         async with waiting(self.name, "rollout workers", "actions", self._worker._deadline_s):
             answer = await self._answers.receive()

@@ -17,7 +17,7 @@ from embodix_rl.rlinf.asynchronous.exchange import (
     allow_many_waits,
     answers_key,
 )
-from embodix_rl.scheduling.batcher import Request
+from embodix_rl.scheduling.batcher import InferenceRequest
 from embodix_rl.scheduling.waiting import waiting
 
 
@@ -50,7 +50,7 @@ class ShardEvaluation:
         allow_many_waits()
         async with asyncio.TaskGroup() as running:
             stages = [
-                running.create_task(Stage(self, stage, input_channel, rollout_channel).run())
+                running.create_task(EvaluationStage(self, stage, input_channel, rollout_channel).run())
                 for stage in range(self._worker.stage_num)
             ]
         metrics: dict[str, list[Any]] = {}
@@ -69,14 +69,14 @@ class ShardEvaluation:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
 
-class Stage:
+class EvaluationStage:
     """One stage of an evaluation."""
 
     def __init__(self, evaluation: ShardEvaluation, stage: int, input_channel: Any, rollout_channel: Any) -> None:
         self._evaluation, self._stage = evaluation, stage
         self._name = f"{evaluation._source} evaluation {stage}"
         self._answers = ChannelReceive[Any](input_channel, answers_key(self._name))
-        self._requests = ChannelSend[Request[Any]](rollout_channel, EVALUATION_REQUESTS)
+        self._requests = ChannelSend[InferenceRequest[Any]](rollout_channel, EVALUATION_REQUESTS)
 
     async def run(self) -> tuple[dict[str, list[Any]], list[int]]:
         """Metrics of the episodes that ended, and the versions that acted."""
@@ -99,7 +99,7 @@ class Stage:
     async def _act(self, seen: Any) -> Any:
         """What the policy answers to an observation, without noise."""
         payload = {"obs": seen.to_dict()["obs"], "final_obs": None}
-        request = Request(payload, self._evaluation._worker.eval_num_envs_per_stage, self._name, self._name)
+        request = InferenceRequest(payload, self._evaluation._worker.eval_num_envs_per_stage, self._name, self._name)
         sending = asyncio.ensure_future(self._requests.send(request))
         async with waiting(self._name, "rollout workers", "actions", self._evaluation._deadline_s):
             answer = await self._answers.receive()

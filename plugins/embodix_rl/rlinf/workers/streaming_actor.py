@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLinf's training worker that takes each trajectory once and sends each policy version beside training."""
+"""RLinf's training worker that takes each trajectory once and sends each policy version beside training.
+
+Shape suffixes: S chunk steps, B environments, N chunks (S times B), T action steps, A action dimensions.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from embodix_rl.rlinf.extension import activate
 
 activate("actor")  # before RLinf's modules are imported, hence the order below
 
+import torch  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
-from rlinf.data.embodied_io_struct import Trajectory  # noqa: E402
+from rlinf.algorithms.registry import calculate_adv_and_returns  # noqa: E402
+from rlinf.data.embodied_io_struct import Trajectory, convert_trajectories_to_batch  # noqa: E402
 from rlinf.utils.nested_dict_process import put_tensor_device  # noqa: E402
 from rlinf.utils.utils import reshape_entropy  # noqa: E402
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from embodix_rl.objectives.objective import Sampled  # noqa: E402
+from embodix_rl.objectives.objective import SampledChunks  # noqa: E402
 from embodix_rl.rlinf.asynchronous.exchange import (  # noqa: E402
     TAKEN,
     ChannelReceive,
@@ -31,16 +37,21 @@ from embodix_rl.rlinf.asynchronous.exchange import (  # noqa: E402
     Masked,
     allow_many_waits,
     samples_key,
+    split_weights,
     weights_key,
 )
-from embodix_rl.rlinf.asynchronous.minibatches import MiniBatches, OneStep, VersionUpdate  # noqa: E402
 from embodix_rl.rlinf.asynchronous.queue_checkpoint import load_trajectories, save_trajectories  # noqa: E402
-from embodix_rl.rlinf.asynchronous.trajectory_samples import TrajectorySamples  # noqa: E402
-from embodix_rl.rlinf.asynchronous.update import ShardSamples, StreamedUpdate, objective_of  # noqa: E402
-from embodix_rl.rlinf.asynchronous.weight_parts import split_weights  # noqa: E402
-from embodix_rl.rlinf.sizes import PPO  # noqa: E402
+from embodix_rl.rlinf.asynchronous.version_update import (  # noqa: E402
+    MiniBatches,
+    OneStep,
+    ShardSamples,
+    StreamedUpdate,
+    VersionUpdate,
+    objective_of,
+)
+from embodix_rl.rlinf.run_sizes import PPO  # noqa: E402
 from embodix_rl.rlinf.workers.actor import CountingActor  # noqa: E402
-from embodix_rl.scheduling.streamer import MicroBatchStreamer, Prepare, Sample, Step, Train, Work  # noqa: E402
+from embodix_rl.scheduling.streamer import MicroBatchStreamer, OptimizerStepDue, Prepare, StreamedSample, Train, Work  # noqa: E402
 from embodix_rl.scheduling.waiting import waiting  # noqa: E402
 from embodix_rl.scheduling.weights import WeightMessage, WeightSender  # noqa: E402
 
@@ -172,18 +183,18 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
 
     def _add(self, trajectory: Trajectory | Masked, shard: str) -> list[Work]:
         if isinstance(trajectory, Masked):
-            return self._streamer.add(Sample(None))
+            return self._streamer.add(StreamedSample(None))
         self._num_valid += 1
         self.count_versions(trajectory.versions, fresh=True)
         samples = self._prepared(trajectory, shard)
-        return self._streamer.add(Sample(samples, advantages=samples.moments))
+        return self._streamer.add(StreamedSample(samples, advantages=samples.moments))
 
     def _prepared(self, trajectory: Trajectory, shard: str) -> ShardSamples:
         """The chunks of a trajectory, on the device."""
         samples = self._samples_of(trajectory, shard)
         parts = {"inputs": samples.inputs, "sampled": dict(vars(samples.sampled))}
         on_device = put_tensor_device(parts, self.device)
-        return replace(samples, inputs=on_device["inputs"], sampled=Sampled(**on_device["sampled"]))
+        return replace(samples, inputs=on_device["inputs"], sampled=SampledChunks(**on_device["sampled"]))
 
     def _do(self, work: Sequence[Work]) -> dict[str, float]:
         """Train what may be trained; the last work of a batch are its optimizer steps."""
@@ -197,7 +208,7 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
         return metrics
 
     def _work(self, one: Work) -> dict[str, float]:
-        if isinstance(one, Step):
+        if isinstance(one, OptimizerStepDue):
             metrics = self._update.finish() if self._num_valid else {}  # of masked ones there is nothing to learn
             self._num_valid = 0
             self.lr_scheduler.step()
@@ -206,7 +217,7 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
             if sample.payload is None:  # masked
                 continue
             if isinstance(one, Train):
-                self._update.train(sample.payload, one.scale, int(self.version))
+                self._update.train(sample.payload, one.scale)
             else:
                 self._update.prepare(sample.payload)
         return {}
@@ -244,3 +255,73 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
         """As for the last micro-batch of a step: which one is the last is not known when it arrives."""
         context: AbstractContextManager[Any] = self.before_micro_batch(self.model, is_last_micro_batch=True)
         return context
+
+
+class TrajectorySamples:
+    """Makes chunks to train on of a shard's trajectory, with masks, advantages and returns: by RLinf's own functions,
+    as its synchronous training makes them of a batch.
+
+    A shard holds whole groups, so GRPO's comparison within a group and RLinf's filter of groups by their reward need
+    no other trajectory.
+
+    Args:
+        cfg: RLinf's config.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        self._cfg = cfg
+        one_epoch = OmegaConf.merge(cfg, {"env": {"train": {"rollout_epoch": 1}}})
+        self._host = SimpleNamespace(cfg=one_epoch)  # all that RLinf's method reads of its worker
+
+    def __call__(self, trajectory: Trajectory, shard: str) -> ShardSamples:
+        """The chunks, on the CPU, with advantages that are not normalised over a batch; `shard` names their order."""
+        batch = convert_trajectories_to_batch([trajectory])
+        batch = EmbodiedFSDPActor._process_received_rollout_batch(self._host, batch)
+        estimated = self._estimated(batch)
+        steps, envs = batch["prev_logprobs"].shape[:2]
+        valid, weights, counted = self._masks(batch, steps, envs)
+        values, returns = batch.get("prev_values"), estimated.get("returns")
+        sampled = SampledChunks(
+            log_probs_BTA=batch["prev_logprobs"].flatten(0, 1),
+            advantages_B=estimated["advantages"].reshape(-1),
+            returns_B=None if returns is None else returns.reshape(-1),
+            values_B=None if values is None or returns is None else values[:steps].reshape(-1),
+            valid_B=valid,
+            weights_B=weights,
+        )
+        inputs = {name: value.flatten(0, 1) for name, value in batch["forward_inputs"].items()}
+        return ShardSamples(inputs, sampled, counted, shard, steps)
+
+    def _estimated(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        algorithm = self._cfg.algorithm
+        estimated: dict[str, Tensor] = calculate_adv_and_returns(
+            task_type=self._cfg.runner.task_type,
+            adv_type=algorithm.adv_type,
+            reward_type=algorithm.reward_type,
+            rewards=batch["rewards"],
+            dones=batch["dones"],
+            values=batch.get("prev_values"),
+            gamma=algorithm.gamma,
+            gae_lambda=algorithm.gae_lambda,
+            group_size=algorithm.group_size,
+            loss_mask=batch.get("loss_mask"),
+            loss_mask_sum=batch.get("loss_mask_sum"),
+            normalize_advantages=False,
+        )
+        return estimated
+
+    def _masks(self, batch: dict[str, Any], steps: int, envs: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Which chunks are valid, the weights of their losses, and which chunks the mean is over.
+
+        RLinf divides the losses of an episode by its share of ``max_episode_steps`` and takes the mean over all chunks,
+        those after the episode's end included (``masked_mean_ratio``); where only the filter of rewards masks, the mean
+        is over what it leaves.
+        """
+        mask, num_steps = batch.get("loss_mask"), batch.get("loss_mask_sum")
+        everything = torch.ones(steps * envs, dtype=torch.bool)
+        if mask is None:
+            return everything, None, everything
+        valid = mask.reshape(-1)
+        if num_steps is None:
+            return valid, None, valid
+        return valid, self._cfg.env.train.max_episode_steps / num_steps.reshape(-1), everything

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from embodix_rl.scheduling.adaptive import AdaptiveLimits
-from embodix_rl.scheduling.batcher import BatchLimits, BatchPolicy, DynamicBatcher, FixedLimits, Request
+from embodix_rl.scheduling.batcher import BatchLimits, BatchPolicy, DynamicBatcher, FixedLimits, InferenceRequest
 from embodix_rl.scheduling.channels import Mailbox
 from embodix_rl.scheduling.conductor import Component, Conductor
-from embodix_rl.scheduling.protocol import RunProtocol, Stage
-from embodix_rl.scheduling.simulation.pacing import StockStore
+from embodix_rl.scheduling.protocol import RunProtocol, RunStage
 from embodix_rl.scheduling.simulation.parts import (
     ROLLOUT,
     WEIGHT_NAMES,
@@ -23,20 +22,20 @@ from embodix_rl.scheduling.simulation.parts import (
     EnvWorker,
     RolloutWorker,
     StockQueue,
+    StockStore,
     StockTrainer,
     Trainer,
     WeightExchange,
     Weights,
 )
-from embodix_rl.scheduling.simulation.schedules import Schedule
+from embodix_rl.scheduling.simulation.schedules import SimulatedSchedule
 from embodix_rl.scheduling.simulation.workload import Workload
 from embodix_rl.scheduling.staleness import GateSettings, StalenessGate
 from embodix_rl.scheduling.streamer import MicroBatchStreamer
-from embodix_rl.scheduling.supervision import RestartBudget
 from embodix_rl.scheduling.timeline import Timeline, TimelineSummary, summarize
 from embodix_rl.scheduling.weights import WeightMessage, WeightReceiver, WeightSender
 
-Inbox = Mailbox[Request[Mailbox[int]]]
+Inbox = Mailbox[InferenceRequest[Mailbox[int]]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Simulated:
         summary: of its batches after warm-up.
     """
 
-    schedule: Schedule
+    schedule: SimulatedSchedule
     workload: Workload
     timeline: Timeline
     summary: TimelineSummary
@@ -60,7 +59,9 @@ class Simulated:
         return self.summary.fresh_frames_per_s * self.workload.bound_s() / self.workload.frames_per_batch
 
 
-async def simulate(schedule: Schedule, workload: Workload, num_batches: int = 8, warm_up_batches: int = 2) -> Simulated:
+async def simulate(
+    schedule: SimulatedSchedule, workload: Workload, num_batches: int = 8, warm_up_batches: int = 2
+) -> Simulated:
     """Run a schedule on the running loop's clock for `num_batches` optimizer steps.
 
     Raises:
@@ -103,12 +104,17 @@ async def simulate(schedule: Schedule, workload: Workload, num_batches: int = 8,
 
 
 def _protocol(envs: tuple[str, ...]) -> RunProtocol:
-    stages = [Stage(("weights",)), Stage(("trainer",), ends_run=True), Stage((ROLLOUT,)), Stage(envs, may_end=True)]
-    return RunProtocol(stages, RestartBudget(0))
+    stages = [
+        RunStage(("weights",)),
+        RunStage(("trainer",), ends_run=True),
+        RunStage((ROLLOUT,)),
+        RunStage(envs, may_end=True),
+    ]
+    return RunProtocol(stages)
 
 
 def _trainer(
-    schedule: Schedule,
+    schedule: SimulatedSchedule,
     workload: Workload,
     gate: StalenessGate,
     sender: WeightSender,
@@ -125,7 +131,7 @@ def _trainer(
     )
 
 
-def _source(schedule: Schedule, workload: Workload, inboxes: list[Inbox]) -> BatchSource | StockQueue:
+def _source(schedule: SimulatedSchedule, workload: Workload, inboxes: list[Inbox]) -> BatchSource | StockQueue:
     """Who forms the batches of the rollout worker."""
     if schedule.batching == "stock_decoupled":
         return StockQueue(inboxes[0], workload.num_env_workers)

@@ -1,23 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The components of a simulated run: they wait as real ones do, and where those compute these sleep."""
+"""What paces a simulated run, and its components: they wait as real ones do, and where those compute these sleep."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from embodix_rl.report.spans import Span
-from embodix_rl.scheduling.batcher import Batch, DynamicBatcher, Request
+from embodix_rl.scheduling.batcher import Batch, DynamicBatcher, InferenceRequest
 from embodix_rl.scheduling.channels import ChannelClosed, Mailbox
 from embodix_rl.scheduling.protocol import DrainMode
-from embodix_rl.scheduling.simulation.pacing import Pacing, StockStore, Trajectory
 from embodix_rl.scheduling.simulation.workload import Workload
-from embodix_rl.scheduling.staleness import Finished, StalenessGate
-from embodix_rl.scheduling.streamer import MicroBatchStreamer, Prepare, Sample, Train, Work
+from embodix_rl.scheduling.staleness import FinishedSample, StalenessGate, Ticket
+from embodix_rl.scheduling.streamer import MicroBatchStreamer, Prepare, StreamedSample, Train, Work
 from embodix_rl.scheduling.timeline import Timeline
 from embodix_rl.scheduling.weights import Part, WeightMessage, WeightReceiver, WeightSender
+
+
+@dataclass
+class Trajectory:
+    """One shard's trajectory.
+
+    Attributes:
+        frames: environment frames.
+        oldest: the oldest version of its actions.
+        num_uses: global batches that trained on it.
+        sequence: order of arrival, for the store.
+    """
+
+    frames: int
+    oldest: int
+    num_uses: int = 0
+    sequence: int = 0
+
+
+class Pacing(Protocol):
+    """What an environment worker asks before a trajectory and tells after it; see `StalenessGate`."""
+
+    async def admit(self, who: str) -> Ticket | None: ...
+
+    async def finish(self, finished: FinishedSample) -> None: ...
+
+
+class StockStore:
+    """RLinf 0.3's `PriorityStore` with its receiver, as they behave: nothing paces, and reading removes nothing.
+
+    It keeps the `size` newest trajectories by their oldest version; what it drops without a use is counted. A
+    trajectory older than `reuse_versions` is dropped when it arrives and when the trainer looks.
+    """
+
+    def __init__(self, size: int, reuse_versions: int, poll_s: float) -> None:
+        self._size, self._reuse_versions, self._poll_s = size, reuse_versions, poll_s
+        self._stored: list[Trajectory] = []
+        self._num_tickets = 0
+        self.version = 0
+        self.discarded_frames = 0
+
+    async def admit(self, who: str) -> Ticket | None:
+        """Always."""
+        self._num_tickets += 1
+        return Ticket(self._num_tickets, self.version, self.version, who)
+
+    async def finish(self, finished: FinishedSample) -> None:
+        arrived: Trajectory = finished.payload
+        arrived.sequence = finished.ticket.number
+        self._stored.append(arrived)
+        self._stored.sort(key=lambda one: (one.oldest, one.sequence))
+        self._drop_old()
+        if len(self._stored) > self._size:
+            self._drop(self._stored[:1])
+
+    async def batch(self) -> Sequence[Trajectory]:
+        """The newest trajectories, used or not, when the store is full; it looks every `poll_s`."""
+        while True:
+            self._drop_old()
+            if len(self._stored) >= self._size:
+                return list(self._stored[-self._size :])
+            await asyncio.sleep(self._poll_s)
+
+    def _drop_old(self) -> None:
+        self._drop([one for one in self._stored if one.oldest < self.version - self._reuse_versions])
+
+    def _drop(self, dropped: Sequence[Trajectory]) -> None:
+        self.discarded_frames += sum(one.frames for one in dropped if not one.num_uses)
+        self._stored = [one for one in self._stored if one not in dropped]
+
 
 NUM_WEIGHT_PARTS = 4
 WEIGHT_NAMES = [f"part {index}" for index in range(NUM_WEIGHT_PARTS)]
@@ -27,8 +97,7 @@ ROLLOUT = "rollout 0"
 class SimulatedPart:
     """A component without a process: nothing to start or to kill."""
 
-    async def start(self, is_restart: bool) -> None:
-        assert not is_restart
+    async def start(self) -> None: ...
 
     async def drain(self, mode: DrainMode) -> None:
         """Ends by itself when its neighbours have."""
@@ -43,7 +112,7 @@ class EnvWorker(SimulatedPart):
         self,
         index: int,
         workload: Workload,
-        inboxes: Sequence[Mailbox[Request[Mailbox[int]]]],
+        inboxes: Sequence[Mailbox[InferenceRequest[Mailbox[int]]]],
         num_shards: int,
         pacing: Pacing,
         timeline: Timeline,
@@ -76,12 +145,12 @@ class EnvWorker(SimulatedPart):
             for _ in range(workload.num_steps):
                 await asyncio.sleep(workload.message_s)
                 name = f"{self._index}.{shard}"
-                await inbox.send(Request(actions, num_envs, name, self._who, loop.time(), worked_s))
+                await inbox.send(InferenceRequest(actions, num_envs, name, self._who, loop.time(), worked_s))
                 versions.append(await actions.receive())
                 worked_s = step_s()
                 await self._step(worked_s, admitted_at)
             frames = num_envs * workload.chunk * workload.num_steps
-            await self._pacing.finish(Finished(ticket, Trajectory(frames, min(versions))))
+            await self._pacing.finish(FinishedSample(ticket, Trajectory(frames, min(versions))))
 
     async def _step(self, seconds: float, admitted_at: float) -> None:
         async with self._process:
@@ -127,7 +196,7 @@ class StockQueue:
 
     TIMEOUT_S = 0.02
 
-    def __init__(self, inbox: Mailbox[Request[Mailbox[int]]], most: int) -> None:
+    def __init__(self, inbox: Mailbox[InferenceRequest[Mailbox[int]]], most: int) -> None:
         self._inbox, self._most = inbox, most
 
     async def next_batch(self) -> Batch[Mailbox[int]]:
@@ -149,7 +218,7 @@ class RolloutWorker(SimulatedPart):
         self,
         workload: Workload,
         source: BatchSource | StockQueue,
-        inboxes: Sequence[Mailbox[Request[Mailbox[int]]]],
+        inboxes: Sequence[Mailbox[InferenceRequest[Mailbox[int]]]],
         weights: WeightReceiver[Weights],
         timeline: Timeline,
     ) -> None:
@@ -223,7 +292,7 @@ class Trainer(SimulatedPart):
             with self._timeline.wait("trainer", "env workers", f"samples of batch {batch}"):
                 finished = await self._gate.take()
             taken.append(finished.payload)
-            held += self._streamer.add(Sample(finished.payload))
+            held += self._streamer.add(StreamedSample(finished.payload))
             if self._streaming:
                 await self._do(held)
                 held = []

@@ -14,7 +14,7 @@ Batching = Literal["barrier", "stages", "dynamic", "stock_decoupled"]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SimulatedSchedule:
     """How a run's parts are put in time.
 
     Attributes:
@@ -44,24 +44,24 @@ class Schedule:
     reuse_versions: int = 1
 
 
-SYNC = Schedule(
+SYNC = SimulatedSchedule(
     "sync",
     "one shard a worker; each chunk step waits for every worker, then infers all; training waits for the rollout and "
     "the next rollout for training and weights (RLinf's EmbodiedRunner)",
 )
-PIPELINE = Schedule(
+PIPELINE = SimulatedSchedule(
     "pipeline (2 stages)",
     "as sync with two stages: one is stepped while the other infers; half the environments take half the time",
     num_shards=2,
     batching="stages",
 )
-STOCK_ASYNC = Schedule(
+STOCK_ASYNC = SimulatedSchedule(
     "rlinf_async as shipped",
     "generation with a barrier each chunk step and never held back; training looks for data once a second and takes "
     "the newest batch, trained before or not, until it is older than one version; weights stop training",
     max_staleness=None,
 )
-STOCK_DECOUPLED = Schedule(
+STOCK_DECOUPLED = SimulatedSchedule(
     "rlinf_async decoupled",
     "as shipped, but rollout takes worker shards from one queue: 20 ms from its call, after which it still waits for "
     "the shard it has asked for; at most one shard a worker",
@@ -73,7 +73,7 @@ NUM_SHARDS = 4  # of rl_vla3: an environment worker steps three while one infers
 
 def rl_vla3(
     async_train: bool, dynamic_batching: bool, streaming: bool, *, max_staleness: int = 1, num_shards: int = NUM_SHARDS
-) -> Schedule:
+) -> SimulatedSchedule:
     """embodix's schedule with each of its three switches."""
     on = [
         name
@@ -84,7 +84,7 @@ def rl_vla3(
         ]
         if switch
     ]
-    return Schedule(
+    return SimulatedSchedule(
         "rl_vla3 " + (" + ".join(on) or "all off"),
         f"the scheduling core; max_staleness {max_staleness if async_train else 0}, "
         f"{num_shards if dynamic_batching else 1} shard(s) a worker",
@@ -95,12 +95,12 @@ def rl_vla3(
     )
 
 
-def combinations() -> Iterable[Schedule]:
+def combinations() -> Iterable[SimulatedSchedule]:
     """rl_vla3 with each combination of its switches, all off first."""
     return [rl_vla3(*switches) for switches in product((False, True), repeat=3)]
 
 
-def released(async_train: bool, dynamic_batching: bool, streaming: bool, workload_waves: int) -> Schedule:
+def released(async_train: bool, dynamic_batching: bool, streaming: bool, workload_waves: int) -> SimulatedSchedule:
     """RL-VLA3 as its authors released it: asynchronous within a global step, with a barrier after each.
 
     Training takes a wave of trajectories (a rollout epoch) when it is there, without normalisation over the global
@@ -112,7 +112,7 @@ def released(async_train: bool, dynamic_batching: bool, streaming: bool, workloa
         if switch
     ]
     waves = workload_waves * (4 if streaming else 1)
-    return Schedule(
+    return SimulatedSchedule(
         "released " + (" + ".join(on) or "all off"),
         f"weights once a global step, which waits for rollout and training; training in {waves} portions",
         num_shards=NUM_SHARDS if dynamic_batching else 1,

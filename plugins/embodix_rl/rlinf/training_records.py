@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training process trained on: how many frames, how many of them for the first time, and how old they were.
+"""What a run records of training: what was trained on, how fresh and how old, and ``metrics.jsonl``, a record a step.
 
 Shape suffixes: N chunks.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from embodix_rl.report.rl_steps import RlStep, amend_rl_step, append_rl_step
 
 
 @dataclass
@@ -64,3 +68,48 @@ def merge(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             total[name] += one[name]
         staleness.update({int(age): count for age, count in one["staleness"].items()})
     return {**total, "staleness": dict(sorted(staleness.items()))}
+
+
+class StepRecorder:
+    """Stands among the loggers of RLinf's ``MetricLogger``: ``log(data, step)`` and ``finish()``.
+
+    RLinf logs a step's metrics in several calls; they become one record when the next step's begin, or at the end.
+
+    Args:
+        path: of the records.
+        consumption: asks the training processes what they trained on since the last call.
+        declared: whether durations were declared (`env=latency`).
+    """
+
+    def __init__(self, path: Path, consumption: Callable[[], Mapping[str, Any]], *, declared: bool) -> None:
+        self._path, self._consumption, self._declared = path, consumption, declared
+        self._step: int | None = None
+        self._values: dict[str, float] = {}
+        self._counts: Mapping[str, Any] = {}
+        self._begun_s = self._ended_s = time.time()
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        """RLinf's call: metrics of a training step. Those of an earlier one (an evaluation) join its record."""
+        if self._step is not None and step < self._step:
+            amend_rl_step(self._path, step, {name: float(value) for name, value in data.items()})
+            return
+        if step != self._step:
+            self.finish()
+            self._step, self._counts = step, self._consumption()
+            self._begun_s, self._ended_s = self._ended_s, time.time()
+        self._values.update({name: float(value) for name, value in data.items()})
+
+    def finish(self) -> None:
+        """Write the step that is at hand."""
+        if self._step is None:
+            return
+        record = RlStep(
+            step=self._step,
+            begin_s=self._begun_s,
+            end_s=self._ended_s,
+            declared_latency=self._declared,
+            metrics=self._values,
+            **self._counts,
+        )
+        append_rl_step(self._path, record)
+        self._step, self._values = None, {}

@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run in RLinf needs of the installation."""
+"""RLinf and Ray as a run needs them: their versions, and how they fail; importing it imports neither."""
 
 from __future__ import annotations
 
 from embodix.patching import version_problem
+
+
+class RayStartError(RuntimeError):
+    """Ray did not start, or a cluster could not be joined."""
+
+
+class WorkersDifferError(RuntimeError):
+    """A worker process does not run this embodix."""
+
+
+class WorkerFailedError(RuntimeError):
+    """A worker process failed; RLinf has printed why."""
+
 
 HOST_VERSIONS = {"rlinf": ">=0.3.0,<0.3.1", "ray": ">=2.50,<3"}
 

@@ -10,11 +10,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
+from embodix.contracts import HostRunner
 from embodix_rl.rlinf.asynchronous.queue_checkpoint import require_resumable
-from embodix_rl.rlinf.host_config import host_config
-from embodix_rl.rlinf.placement import Placement, place
-from embodix_rl.rlinf.runners import HostRunner
-from embodix_rl.rlinf.sizes import GRPO, RunSizes, require_legal_evaluation
+from embodix_rl.rlinf.rlinf_config import host_config
+from embodix_rl.rlinf.run_sizes import GRPO, Placement, RunSizes, place, require_legal_evaluation
 from embodix_rl.schema import ClusterSettings, PlacementSettings
 
 

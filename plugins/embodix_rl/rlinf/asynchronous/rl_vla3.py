@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from embodix_rl.rlinf.run_sizes import GRPO, PPO, RunSizes, require_legal
 from embodix_rl.rlinf.runners import SyncRunner, WorkerClasses, attribute, worker_classes
-from embodix_rl.rlinf.sizes import GRPO, PPO, RunSizes, require_legal
 
 NORMALIZATIONS = ("exact", "previous")
 RESET_FACTOR = 5.0  # what a reset may take, in deadlines of a chunk step

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages against their definitions; steps and episodes that do not count reach nothing."""
+"""Advantages of benchmarks/rl_in_process.py against their definitions; what does not count reaches nothing."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodix_rl.objectives.advantages import Transitions, generalized_advantages, group_advantages, next_values
-from embodix_rl.objectives.moments import Moments
-
+SPEC = importlib.util.spec_from_file_location(
+    "in_process_learner", Path(__file__).parents[2] / "benchmarks" / "in_process_learner.py"
+)
+learner = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = learner  # dataclasses look their module up
+SPEC.loader.exec_module(learner)
+Transitions, normalised = learner.Transitions, learner.normalised
+generalized_advantages, group_advantages = learner.generalized_advantages, learner.group_advantages
 DISCOUNT, LAMBDA = 0.9, 0.8
 
 
@@ -21,7 +29,7 @@ def transitions(num_steps=6, num_envs=3, seed=0, **changes):
     shape = (num_steps, num_envs)
     values = torch.randn(shape)
     never = torch.zeros(shape, dtype=torch.bool)
-    following = next_values(values, torch.randn(num_envs), torch.zeros(shape), never)
+    following = torch.cat([values[1:], torch.randn(1, num_envs)])
     steps = Transitions(torch.randn(shape), values, following, never, never, ~never)
     return dataclasses.replace(steps, **changes)
 
@@ -67,11 +75,7 @@ def test_a_truncation_is_worth_what_would_have_followed_and_a_termination_nothin
     ends = torch.zeros(6, 3, dtype=torch.bool)
     ends[2] = True
     steps = transitions()
-    final = torch.full((6, 3), 7.0)
-    following = next_values(steps.values_SB, torch.randn(3), final, ends)
-    assert torch.equal(following[2], torch.full((3,), 7.0))
-    assert torch.equal(following[1], steps.values_SB[2])
-    steps = dataclasses.replace(steps, next_values_SB=following)
+    steps = dataclasses.replace(steps, next_values_SB=torch.where(ends, 7.0, steps.next_values_SB))
     truncated, _ = generalized_advantages(dataclasses.replace(steps, truncated_SB=ends), DISCOUNT, LAMBDA)
     terminated, _ = generalized_advantages(dataclasses.replace(steps, terminated_SB=ends), DISCOUNT, LAMBDA)
     torch.testing.assert_close(truncated[2] - terminated[2], torch.full((3,), DISCOUNT * 7.0))
@@ -105,8 +109,6 @@ def test_group_advantages_are_those_of_the_group():
         members = scores[groups == group]
         wanted = (members - members.mean()) / (members.std() + 1e-6)
         torch.testing.assert_close(got[groups == group], wanted)
-    unscaled = group_advantages(scores, groups, torch.ones(6, dtype=torch.bool), scaled=False)
-    torch.testing.assert_close(unscaled[groups == 4], torch.tensor([-1.0, 1.0, 0.0]))
 
 
 def test_a_masked_member_changes_nothing_for_the_others_of_its_group():
@@ -121,37 +123,17 @@ def test_a_masked_member_changes_nothing_for_the_others_of_its_group():
     assert not torch.allclose(counted[:3], alone, atol=0.1)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.integers(0, 1000))
-def test_parts_of_a_batch_give_the_moments_of_the_whole(sizes, seed):
-    generator = torch.Generator().manual_seed(seed)
-    values = 100.0 + torch.randn(sum(sizes), generator=generator)
-    valid = torch.rand(sum(sizes), generator=generator) < 0.7
-    merged = Moments()
-    for part, mask in zip(values.split(sizes), valid.split(sizes), strict=True):
-        merged = merged + Moments.from_tensor(Moments.of(part, mask).to_tensor())
-    whole = Moments.of(values, valid)
-    assert merged.count == whole.count == int(valid.sum())
-    assert merged.mean == pytest.approx(whole.mean, abs=1e-12 * 100)
-    assert merged.std == pytest.approx(whole.std, abs=1e-9)
-    chosen = values[valid].double()
-    if chosen.numel() > 1:
-        torch.testing.assert_close(
-            merged.normalise(values.double(), valid)[valid], (chosen - chosen.mean()) / (chosen.std() + 1e-5)
-        )
-
-
-def test_normalising_each_part_by_itself_is_something_else():
-    values, valid = torch.tensor([1.0, 2.0, 10.0, 12.0]), torch.ones(4, dtype=torch.bool)
-    whole = Moments.of(values, valid).normalise(values, valid)
-    parts = torch.cat(
-        [
-            Moments.of(part, mask).normalise(part, mask)
-            for part, mask in ((values[:2], valid[:2]), (values[2:], valid[2:]))
-        ]
-    )
+def test_normalising_is_over_the_valid_ones_of_the_whole():
+    values, valid = torch.tensor([1.0, 2.0, 10.0, 12.0]), torch.tensor([True, False, True, True])
+    whole, chosen = normalised(values.masked_fill(~valid, float("nan")), valid), values[valid]
+    torch.testing.assert_close(whole[valid], (chosen - chosen.mean()) / (chosen.std() + 1e-5))
+    assert not whole[~valid].any()
+    parts = torch.cat([normalised(values[:2], valid[:2]), normalised(values[2:], valid[2:])])
     assert not torch.allclose(whole, parts, atol=0.1)
-    masked = Moments.of(values, valid).normalise(
-        values.masked_fill(~valid, float("nan")), torch.zeros(4, dtype=torch.bool)
-    )
-    assert masked.tolist() == [0.0] * 4
+    assert normalised(values, torch.zeros_like(valid)).tolist() == [0.0] * 4
+
+
+def test_the_explained_variance():
+    returns = torch.tensor([2.0, 1.0, 0.0])
+    assert learner.explained_variance(returns, returns) == pytest.approx(1.0)
+    assert learner.explained_variance(returns, torch.zeros(3)) != learner.explained_variance(returns, returns)

@@ -17,12 +17,11 @@ from embodix.patching import patched
 from embodix.report.manifest import collect_manifest
 from embodix_rl.report.rl_steps import RlRates, RlStep, rates, read_rl_steps
 from embodix_rl.rlinf import extension
-from embodix_rl.rlinf.environment_config import is_latency
-from embodix_rl.rlinf.faults import WorkerFailedError
-from embodix_rl.rlinf.metrics import StepRecorder
-from embodix_rl.rlinf.needs import require_hosts
-from embodix_rl.rlinf.plan import RunPlan, plan_run
+from embodix_rl.rlinf.hosts import WorkerFailedError, require_hosts
 from embodix_rl.rlinf.ray_cluster import RunCluster, run_cluster
+from embodix_rl.rlinf.run_plan import RunPlan, plan_run
+from embodix_rl.rlinf.task_config import is_latency
+from embodix_rl.rlinf.training_records import StepRecorder
 
 METRICS_FILE, MANIFEST_FILE, HOST_CONFIG_FILE = "metrics.jsonl", "manifest.json", "rlinf.yaml"
 LATENCY_NOTE = (
@@ -52,8 +51,8 @@ def run_rl(cfg: DictConfig, overrides: Sequence[str], folder: Path) -> RlOutcome
     Raises:
         ValueError: a config that can't run, or RLinf or Ray missing.
         WorkerFailedError: a worker process failed.
-        embodix_rl.rlinf.faults.RayStartError: no cluster.
-        embodix_rl.rlinf.faults.WorkersDifferError: a worker does not run this embodix.
+        embodix_rl.rlinf.hosts.RayStartError: no cluster.
+        embodix_rl.rlinf.hosts.WorkersDifferError: a worker does not run this embodix.
     """
     plan = plan_run(cfg, folder)
     require_hosts()
@@ -91,7 +90,7 @@ def _train(cfg: DictConfig, plan: RunPlan, cluster: RunCluster, folder: Path) ->
 
 def merged_consumption(actor: Any) -> dict[str, Any]:
     """What all training processes trained on since the last call."""
-    from embodix_rl.rlinf.consumption import merge
+    from embodix_rl.rlinf.training_records import merge
 
     return merge(actor.pop_consumption().wait())
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from embodix_rl.rlinf.environment_config import environment_node
-from embodix_rl.rlinf.model_config import model_node
-from embodix_rl.rlinf.placement import Placement
+from embodix_rl.rlinf.run_sizes import Placement
+from embodix_rl.rlinf.task_config import environment_node, model_node
 
 # RLinf knows a closed list of environments; it hands actions to this one as they are.
 PASS_THROUGH_ENV = "realworld"
