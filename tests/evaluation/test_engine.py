@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embodix.evaluation.actors import ExpertActor, ReplayActor
-from embodix.evaluation.engine import Engine, EngineSettings, _worker_of, run_episodes
+from embodix.evaluation.engine import Engine, EngineSettings, run_episodes, worker_of_slots
 from embodix.evaluation.episodes import Episode, plan_episodes
 from embodix.testing.simulators import PointSimulators
 
@@ -108,7 +108,7 @@ def test_any_slots_and_groups_run_every_episode_to_the_same_end(num_slots, num_g
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 12))
 def test_the_slots_of_every_group_are_spread_over_the_workers(num_slots, num_groups, num_workers):
     num_workers = min(num_workers, num_slots)
-    workers = _worker_of(EngineSettings(num_slots=num_slots, num_groups=num_groups), num_workers)
+    workers = worker_of_slots(EngineSettings(num_slots=num_slots, num_groups=num_groups), num_workers)
     assert set(workers) == set(range(num_workers))
     for group in range(num_groups):
         used = Counter(workers[group::num_groups])

@@ -137,7 +137,7 @@ class Engine:
         if settings.num_workers == 0:
             return InProcess(self._simulators)
         num_workers = min(settings.num_workers, settings.num_slots)
-        return Processes(self._simulators, _worker_of(settings, num_workers), settings.worker_timeout_s)
+        return Processes(self._simulators, worker_of_slots(settings, num_workers), settings.worker_timeout_s)
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -161,7 +161,7 @@ def run_episodes(
         return engine.run(actor, episodes, on_result)
 
 
-def _worker_of(settings: EngineSettings, num_workers: int) -> list[int]:
+def worker_of_slots(settings: EngineSettings, num_workers: int) -> list[int]:
     """The worker of each slot: the slots of every group are spread over the workers."""
     slots = range(settings.num_slots)
     if num_workers * settings.num_groups > settings.num_slots:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLinf's environment interface on embodix's simulators: MetaWorld, LIBERO, PushT, and any LeRobot environment.
+"""RLinf's environment interface on the simulators of any LeRobot environment config.
 
 Shape suffixes: B environments, C action steps of a chunk, A action dimensions.
 """
