@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import torch
     from lerobot.configs.train import TrainPipelineConfig
@@ -151,6 +153,58 @@ class LanguageModel:
     architecture: str
 
 
+@dataclass(frozen=True)
+class SampleShape:
+    """What decides the cost of one sample.
+
+    Attributes:
+        images: real ones.
+        prompt: tokens, those of images left out.
+        padding: rows that upstream appends to the prefix to fill its batch.
+    """
+
+    images: int
+    prompt: int
+    padding: int = 0
+
+
+@dataclass(frozen=True)
+class SampleLayout:
+    """What upstream makes of one sample.
+
+    Attributes:
+        image_tokens: that one image becomes.
+        action_tokens: of one noise and time draw.
+        prompt_length: to which every prompt is padded; None where it is the longest of the batch.
+        camera_slots: that upstream computes whether there is an image or not; None where it computes real ones.
+    """
+
+    image_tokens: int
+    action_tokens: int
+    prompt_length: int | None = None
+    camera_slots: int | None = None
+
+    def padding(self, images: int, prompt: int) -> int:
+        """Rows that carry nothing in a prefix of fixed length."""
+        blank = 0 if self.camera_slots is None else (self.camera_slots - images) * self.image_tokens
+        return blank + (0 if self.prompt_length is None else self.prompt_length - prompt)
+
+
+@dataclass(frozen=True)
+class MemorySaver:
+    """A field of the policy's config with which training needs less memory.
+
+    Attributes:
+        price: what it costs, in words.
+        exact: whether training computes the same function with it.
+    """
+
+    field: str
+    value: Any
+    price: str
+    exact: bool
+
+
 class PolicySupport:
     """Everything that embodix needs to know of one policy of LeRobot (``register_policies``, by the policy's type).
 
@@ -174,6 +228,10 @@ class PolicySupport:
         tokenizer_hub_id: the tokenizer that upstream has hard-coded, which ``tokenizer.directory`` stands in for; None
             for a policy that reads its tokenizer from elsewhere.
         tokenizer_config: ``config.json`` of that tokenizer's stand-in.
+        real_name: the public checkpoint and its sizes in words, which a small policy stands in for.
+        real_fields: upstream's fields of the sizes that it has; None for a policy that comes in one size.
+        memory_savers: fields of upstream's config that save memory.
+        valued_keys: of a batch, tensors whose values upstream's own forward pass asks for: token ids, not masks.
     """
 
     policy_type: str = ""
@@ -189,6 +247,10 @@ class PolicySupport:
     blank_cameras: ClassVar[str | None] = None
     tokenizer_hub_id: ClassVar[str | None] = None
     tokenizer_config: ClassVar[Mapping[str, Any]] = {}
+    real_name: ClassVar[str] = ""
+    real_fields: ClassVar[Mapping[str, Any] | None] = None
+    memory_savers: ClassVar[Sequence[MemorySaver]] = ()
+    valued_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, policy_type: str | None = None) -> None:
         self.policy_type = policy_type or type(self).policy_type
@@ -261,6 +323,36 @@ class PolicySupport:
             NotOfferedError: there is none.
         """
         raise self._not_offered("a flow with log-probabilities, which reinforcement learning needs", "another policy")
+
+    # costs
+
+    def sample_layout(self, policy: Any) -> SampleLayout | None:
+        """Sizes of a sample's parts; None where a policy has no tokens, or its plugin does not say."""
+        return None
+
+    def sample_batch(self, policy: Any, shape: SampleShape, batch_size: int) -> dict[str, Tensor]:
+        """A preprocessed training batch of equal samples on the CPU; values do not matter, those of masks do.
+
+        By default it is made of the features of the policy's config.
+        """
+        from embodix.costs.feature_batch import feature_batch
+
+        return feature_batch(policy.config, batch_size)
+
+    def prompt_texts(
+        self, policy: Mapping[str, Any], task: str, images: int, state_stats: Mapping[str, list[float]]
+    ) -> Mapping[str, float]:
+        """Texts that are tokenised for a task, and the share of its samples that has each.
+
+        Args:
+            policy: fields of upstream's config.
+            state_stats: statistics of the state by name, one value a dimension.
+        """
+        return {task: 1.0}
+
+    def tokenizer_file(self, config: Mapping[str, Any]) -> Path | None:
+        """``tokenizer.json`` of a composed config on this machine, where ``tokenizer_hub_id`` does not tell."""
+        return None
 
     # checkpoints
 

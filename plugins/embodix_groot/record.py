@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from embodix.contracts import LanguageModel, ModuleKind, PolicySupport
+from embodix.contracts import LanguageModel, MemorySaver, ModuleKind, PolicySupport, SampleLayout, SampleShape
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lerobot.configs.train import TrainPipelineConfig
     from omegaconf import DictConfig
+    from torch import Tensor
 
     from embodix.data.preprocessing import Merger
     from embodix.policies.settings import FastPathSettings
@@ -40,6 +43,20 @@ class GrootN15(PolicySupport):
     }
     language_model = LanguageModel("_groot_model.backbone.eagle_model.language_model.model", "Qwen3ForCausalLM")
     real_head_dim = 128
+    real_name = "GR00T-N1.5 (2.4 B parameters, 224 px)"
+    real_fields: ClassVar[Mapping[str, Any]] = {
+        "image_size": [224, 224],
+        "max_state_dim": 64,
+        "max_action_dim": 32,
+        "chunk_size": 50,
+        "n_action_steps": 50,
+    }
+    memory_savers = (
+        MemorySaver("tune_llm", False, "the language model is not trained", exact=False),
+        MemorySaver("tune_visual", False, "the vision tower is not trained", exact=False),
+        MemorySaver("tune_diffusion_model", False, "the diffusion transformer is not trained", exact=False),
+    )
+    valued_keys = ("eagle_input_ids",)
 
     def patches(self, cfg: DictConfig) -> dict[str, dict[str, Any]]:
         return {"lerobot_groot_samples": {"language": cfg.language.name}}
@@ -87,6 +104,28 @@ class GrootN15(PolicySupport):
         from embodix_groot.flow import GrootFlow
 
         return GrootFlow(policy, settings)
+
+    def sample_layout(self, policy: Any) -> SampleLayout:
+        from embodix_groot.counting import sample_layout
+
+        return sample_layout(policy)
+
+    def sample_batch(self, policy: Any, shape: SampleShape, batch_size: int) -> dict[str, Tensor]:
+        from embodix_groot.counting import sample_batch
+
+        return sample_batch(policy, shape, batch_size)
+
+    def prompt_texts(
+        self, policy: Mapping[str, Any], task: str, images: int, state_stats: Mapping[str, list[float]]
+    ) -> Mapping[str, float]:
+        from embodix_groot.counting import prompt_text
+
+        return {prompt_text(task, images): 1.0}
+
+    def tokenizer_file(self, config: Mapping[str, Any]) -> Path | None:
+        from embodix_groot.counting import tokenizer_file
+
+        return tokenizer_file(config)
 
     def weights_reader(self) -> tuple[type, str]:
         from lerobot.policies.groot.modeling_groot import GrootPolicy

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from embodix.contracts import LanguageModel, ModuleKind, PolicySupport
+from embodix.contracts import LanguageModel, MemorySaver, ModuleKind, PolicySupport, SampleLayout, SampleShape
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from embodix.data.preprocessing import Merger
     from embodix.policies.settings import FastPathSettings
     from embodix_pi05.flow import Pi05Flow
@@ -45,6 +47,27 @@ class Pi05(PolicySupport):
     blank_cameras = "observation.images.empty_camera"
     tokenizer_hub_id = "google/paligemma-3b-pt-224"  # lerobot/policies/pi05/processor_pi05.py
     tokenizer_config: ClassVar[Mapping[str, Any]] = {"model_type": "paligemma"}
+    real_name = "π0.5 at its real size (4.1 B parameters, 224 px, prompts padded to 200)"
+    real_fields: ClassVar[Mapping[str, Any]] = {
+        "image_resolution": [224, 224],
+        "tokenizer_max_length": 200,
+        "chunk_size": 50,
+        "n_action_steps": 50,
+        "max_state_dim": 32,
+        "max_action_dim": 32,
+        "paligemma_variant": "gemma_2b",
+        "action_expert_variant": "gemma_300m",
+    }
+    memory_savers = (
+        MemorySaver(
+            "gradient_checkpointing",
+            True,
+            "computes the forward pass again: about a third more time, under upstream's nesting more",
+            exact=True,
+        ),
+        MemorySaver("dtype", "bfloat16", "rounding of bfloat16, in weights and optimizer too", exact=False),
+        MemorySaver("train_expert_only", True, "the vision-language model is not trained", exact=False),
+    )
 
     def wrapper(self) -> Pi05Wrapper:
         from embodix_pi05.wrapper import Pi05Wrapper
@@ -63,6 +86,23 @@ class Pi05(PolicySupport):
         from embodix_pi05.flow import Pi05Flow
 
         return Pi05Flow(policy, settings)
+
+    def sample_layout(self, policy: Any) -> SampleLayout:
+        from embodix_pi05.counting import sample_layout
+
+        return sample_layout(policy)
+
+    def sample_batch(self, policy: Any, shape: SampleShape, batch_size: int) -> dict[str, Tensor]:
+        from embodix_pi05.counting import sample_batch
+
+        return sample_batch(policy, shape, batch_size)
+
+    def prompt_texts(
+        self, policy: Mapping[str, Any], task: str, images: int, state_stats: Mapping[str, list[float]]
+    ) -> Mapping[str, float]:
+        from embodix_pi05.counting import prompt_texts
+
+        return prompt_texts(policy, task, state_stats)
 
     def policy_names(self, policy: Any, file_values: Mapping[str, Any]) -> Mapping[str, Any]:
         fixed = policy._fix_pytorch_state_dict_keys(file_values, policy.config)

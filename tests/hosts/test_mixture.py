@@ -30,7 +30,6 @@ from embodix.data.tokenizer import offline_tokenizer
 from embodix.evaluation.evaluate import run_evaluation
 from embodix.packing.layout import PaddingFreePacker
 from embodix.patching import patched
-from embodix.policies.cost import read_dataset_facts
 from embodix.policies.settings import FastPathSettings
 from embodix.quantization.accuracy_gate import gate_checkpoint
 from embodix.report.steps import read_steps
@@ -265,11 +264,6 @@ def test_a_member_is_evaluated_in_its_own_units_and_cameras(
     cfg = compose("eval", [f"checkpoint={folder}", *choices])
     (evaluation,) = run_evaluation(cfg, choices, tmp_path / "evaluation")
     assert [episode.num_steps for episode in evaluation.episodes] == [3]
-
-
-def test_the_cost_of_a_mixture_is_not_planned() -> None:
-    with pytest.raises(ValueError, match=r"Plan each member by itself"):
-        read_dataset_facts({"members": {}})
 
 
 def test_the_example_composes() -> None:

@@ -9,11 +9,6 @@ import sys
 
 import pytest
 import torch
-
-from embodix.attention.cpu import SegmentSdpa
-from embodix.packing.layout import PaddedPacker, PaddingFreePacker
-from embodix.policies.settings import FastPathSettings
-from embodix.training.flops import flop_counter
 from embodix_pi05.cost import (
     EMBODIX,
     UPSTREAM,
@@ -26,6 +21,11 @@ from embodix_pi05.cost import (
     token_shares,
 )
 from embodix_pi05.cost_sizes import num_parameters, parameter_groups, sizes_of
+
+from embodix.attention.segment import SegmentSdpa
+from embodix.packing.packers import PaddedPacker, PaddingFreePacker
+from embodix.policies.settings import FastPathSettings
+from embodix.training.flops import flop_counter
 from embodix_pi05.testing import SMALL_ARCHITECTURE, random_batch, small_pi05
 from embodix_pi05.wrapper import Pi05Wrapper
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from embodix_pi05.cost import EMBODIX, UPSTREAM, Computation, Sample
+from embodix_pi05.cost_memory import activation_bytes, estimate_memory, remedies
+from embodix_pi05.cost_sizes import num_parameters, sizes_of
 
 from embodix.attention.cpu import SegmentGemm, SegmentSdpa
 from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
-from embodix_pi05.cost import EMBODIX, UPSTREAM, Computation, Sample
-from embodix_pi05.cost_memory import activation_bytes, estimate_memory, remedies
-from embodix_pi05.cost_sizes import num_parameters, sizes_of
 from embodix_pi05.testing import random_batch, small_pi05
 from embodix_pi05.wrapper import Pi05Wrapper
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
-
 from embodix.policies.cost import padded_action_share, read_dataset_facts
 from embodix_pi05.cost import EMBODIX, Sample, flop_bound
 from embodix_pi05.cost_plan import camera_slots, plan_training, speed_bounds
 from embodix_pi05.cost_prompt import prompt_lengths, token_counter
 from embodix_pi05.cost_sizes import sizes_of
+
 from embodix_pi05.testing import SMALL_ARCHITECTURE
 
 CAMERAS = ("observation.images.front", "observation.images.gripper")

@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from embodix_groot.cost import Work, sample_flops, sizes_of, speed_bounds
 
 from embodix.attention.cpu import SegmentSdpa
 from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.report.steps import PHASES, StepRecord, TokenRecord
 from embodix.training.flops import flop_counter
-from embodix_groot.cost import Work, sample_flops, sizes_of, speed_bounds
 from embodix_groot.testing import SMALL_ARCHITECTURE, random_batch, small_groot
 from embodix_groot.wrapper import GrootN15Wrapper
 

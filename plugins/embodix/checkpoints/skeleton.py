@@ -58,9 +58,19 @@ def unfed_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
         "observation.images.camera": {"type": "VISUAL", "shape": [3, *size]},
         "observation.state": {"type": "STATE", "shape": [fields["max_state_dim"]]},
     }
-    outputs = {"action": {"type": "ACTION", "shape": [fields["max_action_dim"]]}}
+    return fed_config(fields, inputs, {"action": {"type": "ACTION", "shape": [fields["max_action_dim"]]}})
+
+
+def fed_config(
+    fields: Mapping[str, Any], inputs: Mapping[str, Mapping[str, Any]], outputs: Mapping[str, Mapping[str, Any]]
+) -> PreTrainedConfig:
+    """Upstream's config from the fields of a policy group and the ``type`` and ``shape`` of its features.
+
+    Raises:
+        ValueError: fields that upstream's config does not have.
+    """
     named = {name: value for name, value in fields.items() if value is not None}
-    features = {"input_features": inputs, "output_features": outputs, "device": "cpu"}
+    features = {"input_features": dict(inputs), "output_features": dict(outputs), "device": "cpu"}
     try:
         config: PreTrainedConfig = draccus.decode(PreTrainedConfig, {**named, **features})
     except Exception as error:  # draccus raises several unrelated kinds for a bad value

@@ -41,7 +41,7 @@ def compare_task(cfg: DictConfig) -> None:
     if cfg.compare.measure_memory:
         for name, memory in measure_memory(variants).items():
             _amend_manifest(output_dir / "variants" / name / "manifest.json", memory)
-    report = write_comparison(output_dir, baseline=variants[0].name, bounds=_bounds(variants, sessions))
+    report = write_comparison(output_dir, baseline=variants[0].name, bounds=_bounds(variants))
     print_comparison(report)
     print(f"Report: {output_dir / 'report.html'}")
 
@@ -77,18 +77,17 @@ def _evaluate(sessions: list[TrainingSession], cfg: DictConfig, output_dir: Path
     print_evaluations(run_evaluation(eval_cfg, overrides, output_dir))
 
 
-def _bounds(variants: list[Variant], sessions: list[TrainingSession]) -> dict[str, SpeedBound]:
-    """The analytic bound of each variant, where the policy's cost is modelled."""
-    from embodix_groot import cost
-    from embodix_pi05.cost_plan import speed_bounds
+def _bounds(variants: list[Variant]) -> dict[str, SpeedBound]:
+    """The bound of each variant by operations; none where the policy can't be counted."""
+    from embodix.contracts import NotOfferedError
+    from embodix.costs.plan import speed_bounds
 
-    policy_type = variants[0].cfg.policy.type
     configs: dict[str, Any] = {v.name: OmegaConf.to_container(v.cfg, resolve=True) for v in variants}
-    if policy_type == "groot":
-        return cost.speed_bounds(configs, {s.name: s.records for s in sessions}, variants[0].name)
-    if policy_type != "pi05" or any("members" in variant.cfg.dataset for variant in variants):
+    try:
+        return speed_bounds(configs, variants[0].name)
+    except NotOfferedError as error:
+        print(f"No bound on the speed ratio: {error}")
         return {}
-    return speed_bounds(configs, variants[0].name)
 
 
 def _amend_manifest(path: Path, memory: Any) -> None:

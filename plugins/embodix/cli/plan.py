@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lerobot plan``: what a run will cost, from config and metadata, before anything is trained.
 
-``--json`` prints the plan as JSON and nothing else. Needs no torch.
+``--json`` prints the plan as JSON and nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -19,7 +19,9 @@ from rich.table import Table
 from embodix.cli.hydra_app import run_hydra_app
 from embodix.report.manifest import write_text_atomically
 from embodix.report.words import memory, percent, quantity, ratio
-from embodix_pi05.cost_plan import REAL_NAME, TrainingPlan, plan_training
+
+if TYPE_CHECKING:
+    from embodix.costs.plan import TrainingPlan
 
 PLAN_FILE = "plan.json"
 
@@ -29,6 +31,8 @@ def run(argv: list[str]) -> int:
 
     def plan_task(cfg: DictConfig) -> None:
         from hydra.core.hydra_config import HydraConfig
+
+        from embodix.costs.plan import plan_training
 
         config: Any = OmegaConf.to_container(cfg, resolve=True)
         plan = plan_training(config)
@@ -49,18 +53,21 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
     cameras = f"{len(plan.real_cameras)} cameras, {len(plan.blank_cameras)} blank"
     console.print(
         f"[bold]{plan.dataset}[/]: {plan.num_episodes} episodes, {plan.num_frames} frames, {len(plan.prompts)} tasks, "
-        f"{cameras}. π0.5 with {quantity(plan.num_parameters)} parameters, {plan.dtype}, batch {plan.batch_size}.",
+        f"{cameras}. {plan.policy} with {quantity(plan.num_parameters)} parameters, {plan.dtype}, "
+        f"batch {plan.batch_size}.",
         highlight=False,
     )
     features = ", ".join(f"{name}={value}" for name, value in plan.features.items() if value not in (None, []))
     console.print(f"Active: {features} (variant: {plan.chosen})\n", highlight=False)
-    console.print(_token_table(plan))
+    if plan.tokens:
+        console.print(_token_table(plan))
     console.print(_prompt_table(plan))
     console.print(plan.prompt_source + "\n", highlight=False, soft_wrap=True)
     console.print(_variant_table(plan))
     console.print(
         "Bounds are ratios of operations against upstream, forward and backward; forward alone: "
-        f"{ratio(_fast(plan).forward_bound)} at this size. Real size is {REAL_NAME}; measure small, promise by that.\n",
+        f"{ratio(max(variant.forward_bound for variant in plan.variants))} at this size. "
+        + (f"Real size is {plan.real_name}; measure small, promise by that.\n" if plan.real_name else "\n"),
         highlight=False,
     )
     console.print(_memory_table(plan))
@@ -72,10 +79,6 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
         "action_pad=mask leaves it out (changes what is learned).",
         highlight=False,
     )
-
-
-def _fast(plan: TrainingPlan) -> Any:
-    return next(variant for variant in plan.variants if variant.name == "embodix")
 
 
 def _token_table(plan: TrainingPlan) -> Table:
@@ -121,13 +124,13 @@ def _variant_table(plan: TrainingPlan) -> Table:
     for variant in plan.variants:
         table.add_row(
             variant.name,
-            f"{variant.tokens:.0f}",
-            percent(variant.utilisation),
+            "-" if variant.tokens is None else f"{variant.tokens:.0f}",
+            "-" if variant.utilisation is None else percent(variant.utilisation),
             f"{variant.images:.3g}",
             quantity(variant.forward_flops),
             quantity(variant.backward_flops),
             ratio(variant.bound),
-            ratio(variant.real_bound),
+            "-" if variant.real_bound is None else ratio(variant.real_bound),
             style="bold" if variant.name == plan.chosen else None,
         )
     return table
@@ -136,7 +139,7 @@ def _variant_table(plan: TrainingPlan) -> Table:
 def _memory_table(plan: TrainingPlan) -> Table:
     checkpointing = ", activation checkpointing" if plan.checkpointing else ""
     table = Table(
-        title=f"Memory of one process, estimated: AdamW, {plan.dtype}, {plan.batch_size} samples{checkpointing}",
+        title=f"Memory of one process, counted: AdamW, {plan.dtype}, {plan.batch_size} samples{checkpointing}",
         title_justify="left",
     )
     table.add_column("variant", no_wrap=True)

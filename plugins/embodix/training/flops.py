@@ -8,6 +8,7 @@ counted as the products it stands for: two forward, four backward, whatever a ke
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 def flop_counter() -> FlopCounterMode:
     """A context manager whose ``get_total_flops()`` counts matrix products, convolutions and attention."""
     aten = torch.ops.aten
-    return FlopCounterMode(
+    counter = FlopCounterMode(
         display=False,
         custom_mapping={
             aten._scaled_dot_product_flash_attention_for_cpu: _attention_products(2),
@@ -25,6 +26,17 @@ def flop_counter() -> FlopCounterMode:
             aten.addmm_: _accumulated_product,
         },
     )
+    counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
+    return counter
+
+
+class _WholeModel(AbstractContextManager["_WholeModel", None]):
+    """In the place of torch's tracker of modules, whose hooks cost as much as the counting and keep tensors alive."""
+
+    parents = frozenset({"Global"})
+
+    def __exit__(self, *error: object) -> None:
+        return None
 
 
 def _attention_products(num_products: int) -> Callable[..., int]:

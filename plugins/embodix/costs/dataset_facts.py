@@ -33,12 +33,16 @@ class DatasetFacts:
         name: repo id.
         episodes: those that are used.
         cameras: image keys.
+        image_shapes: of each camera, channels first.
+        widths: dimensions of state and action, where the data set has them.
         state_stats: statistics of ``observation.state`` by name (``q01``, ``mean``, ...), one value a dimension.
     """
 
     name: str
     episodes: list[Episode]
     cameras: list[str]
+    image_shapes: list[list[int]]
+    widths: dict[str, int]
     state_stats: dict[str, list[float]]
 
     @property
@@ -71,11 +75,6 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     Raises:
         ValueError: no data set there, no task strings, or episodes that it does not have.
     """
-    if "members" in dataset:
-        raise ValueError(
-            "The cost of a run is planned for one dataset; a mixture's depends on how its members meet in a batch. "
-            "Plan each member by itself: dataset=lerobot dataset.root=<folder>."
-        )
     root = dataset_folder(dataset)
     if not (root / "meta" / "info.json").is_file():
         raise ValueError(
@@ -86,10 +85,14 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     info = json.loads((root / "meta" / "info.json").read_text())
     stats_path = root / "meta" / "stats.json"
     stats = json.loads(stats_path.read_text()) if stats_path.is_file() else {}
+    features = info["features"]
+    cameras = {key: feature for key, feature in features.items() if feature["dtype"] in ("image", "video")}
     return DatasetFacts(
         name=str(dataset.get("repo_id") or root.name),
-        episodes=_read_episodes(root, dataset.get("episodes"), CAMERA_IS_PAD in info["features"]),
-        cameras=[key for key, feature in info["features"].items() if feature["dtype"] in ("image", "video")],
+        episodes=_read_episodes(root, dataset.get("episodes"), CAMERA_IS_PAD in features),
+        cameras=list(cameras),
+        image_shapes=[_channels_first(feature["shape"]) for feature in cameras.values()],
+        widths={key: features[key]["shape"][0] for key in ("observation.state", "action") if key in features},
         state_stats={name: _flat(values) for name, values in stats.get("observation.state", {}).items()},
     )
 
@@ -139,6 +142,10 @@ def _absent_cameras(root: Path) -> dict[int, int]:
     table = pandas.concat([pandas.read_parquet(file, columns=columns) for file in files])
     first = table.drop_duplicates("episode_index")
     return {int(row.episode_index): int(sum(row.camera_is_pad)) for row in first.itertuples()}
+
+
+def _channels_first(shape: Sequence[int]) -> list[int]:
+    return list(shape) if shape[0] in (1, 3) else [shape[2], *shape[:2]]
 
 
 def _flat(values: Any) -> list[float]:

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan a training run from its config and the metadata of its data: tokens, waste, bound, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from embodix.costs.dataset_facts import padded_action_share
+from embodix.costs.policy_costs import (
+    EMBODIX,
+    UPSTREAM,
+    Computation,
+    MemoryCount,
+    PolicyCosts,
+    Workload,
+    computation_of,
+)
+from embodix.costs.workload import Source, TaskPrompt, draws_of, padded, read_sources
+from embodix.policies.support import support_of
+from embodix.report.compare import SpeedBound
+from embodix.training.host_context import policy_patches
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One way to need less memory.
+
+    Attributes:
+        setting: the override that does it.
+        price: what it costs, in words.
+        total: bytes that remain with it alone.
+        exact: whether training computes the same function afterwards.
+    """
+
+    setting: str
+    price: str
+    total: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class VariantPlan:
+    """What one variant will cost a sample; bounds are against upstream, token counts None where nothing tells them."""
+
+    name: str
+    computation: Computation
+    tokens: float | None
+    images: float
+    utilisation: float | None
+    forward_flops: float
+    backward_flops: float
+    bound: float
+    forward_bound: float
+    real_bound: float | None
+    memory: MemoryCount
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Everything that can be known before training.
+
+    Attributes:
+        policy: as people write it.
+        real_name: the policy that the real bounds speak of; None where no other size is known.
+        tokens: mean tokens a sample by what they carry, as upstream lays them out; empty where nothing tells them.
+        waste: share of upstream's tokens that carry no input.
+        padded_action_share: share of the loss that lies after the end of episodes.
+        variants: upstream, each step towards the fast path, and the config's own choice.
+        chosen: name of the variant that the config selects.
+    """
+
+    policy: str
+    real_name: str | None
+    dataset: str
+    num_episodes: int
+    num_frames: int
+    real_cameras: list[str]
+    blank_cameras: list[str]
+    num_parameters: int
+    batch_size: int
+    dtype: str
+    checkpointing: bool
+    features: dict[str, Any]
+    tokens: dict[str, float]
+    waste: float | None
+    prompts: list[TaskPrompt]
+    prompt_source: str
+    padded_action_share: float
+    variants: list[VariantPlan]
+    chosen: str
+    remedies: list[Remedy]
+
+
+class RunCosts:
+    """The costs of a composed config: its policy at its own size and at the real one, and what it draws.
+
+    Args:
+        config: plain containers, as ``lerobot train --cfg job`` shows them.
+
+    Raises:
+        ValueError: no data set, cameras that fit no slot of the policy, or a policy that can't be counted.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config, self.policy_fields = config, dict(config["policy"])
+        self.support = support_of(self.policy_fields["type"])
+        self.sources = read_sources(config)
+        self.batch_size = int(config["train"]["batch_size"])
+        recomputing = {saver.field for saver in self.support.memory_savers if saver.exact}
+        # Operations are those of the function itself, without what saving memory computes again.
+        plain = {name: value for name, value in self.policy_fields.items() if name not in recomputing}
+        self.costs = self._build(plain, config.get("architecture"))
+        self.saving = self.costs
+        if any(self.policy_fields.get(name) for name in recomputing):
+            self.saving = self._build(self.policy_fields, config.get("architecture"))
+        self._plain = plain
+        longest = self.costs.layout and self.costs.layout.prompt_length
+        self.draws, self.prompts, self.prompt_source = draws_of(config, self.support, self.sources, longest)
+        self.workload = padded(self.draws, self.costs.layout, self.batch_size)
+        self._real: tuple[PolicyCosts, Workload] | None = None
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the policy has its public checkpoint's sizes already, or comes in one size only."""
+        real = self.support.real_fields
+        return real is None or (
+            self.config.get("architecture") is None
+            and all(_plain(self.policy_fields.get(name, value)) == _plain(value) for name, value in real.items())
+        )
+
+    def real(self) -> tuple[PolicyCosts, Workload]:
+        """The policy at its real size, and the same samples for it."""
+        if self.is_real:
+            return self.costs, self.workload
+        if self._real is None:
+            costs = self._build({**self._plain, **(self.support.real_fields or {})}, None)
+            self._real = costs, padded(self.draws, costs.layout, self.batch_size)
+        return self._real
+
+    def with_field(self, field: str, value: Any) -> PolicyCosts:
+        """The same policy with one field changed."""
+        return self._build({**self.policy_fields, field: value}, self.config.get("architecture"))
+
+    def real_bound(self, computation: Computation, baseline: Computation = UPSTREAM) -> float:
+        costs, workload = self.real()
+        return costs.bound(workload, computation, baseline)
+
+    def cameras(self) -> tuple[list[str], list[str]]:
+        """Image keys of the policy that the data fills, and those that stay blank."""
+        filled = list(dict.fromkeys(slot for source in self.sources for slot in source.slots))
+        return filled, [key for key in self.costs.policy.config.image_features if key not in filled]
+
+    def _build(self, fields: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> PolicyCosts:
+        return PolicyCosts(fields, *_features(fields, self.sources), architecture, _patches(self.config))
+
+
+def plan_training(config: Mapping[str, Any]) -> TrainingPlan:
+    """Plan the run that a composed train config describes.
+
+    Raises:
+        ValueError: see :class:`RunCosts`.
+    """
+    run = RunCosts(config)
+    choice, real_cameras, blank_cameras = computation_of(config), *run.cameras()
+    named = _variants(run, choice)
+    episodes = [episode.length for source in run.sources for episode in source.facts.episodes]
+    policy_config = run.costs.policy.config
+    chunk = len(policy_config.action_delta_indices or [0])
+    tokens = _mean_tokens(run)
+    return TrainingPlan(
+        policy=run.support.display_name,
+        real_name=None if run.support.real_fields is None else run.support.real_name,
+        dataset=" + ".join(source.facts.name for source in run.sources),
+        num_episodes=len(episodes),
+        num_frames=sum(episodes),
+        real_cameras=real_cameras,
+        blank_cameras=blank_cameras,
+        num_parameters=run.costs.num_parameters,
+        batch_size=run.batch_size,
+        dtype=str(run.policy_fields.get("dtype", "float32")),
+        checkpointing=bool(run.policy_fields.get("gradient_checkpointing", False)),
+        features=_switches(config),
+        tokens=tokens,
+        waste=(tokens["blank_images"] + tokens["prompt_padding"]) / sum(tokens.values()) if tokens else None,
+        prompts=run.prompts,
+        prompt_source=run.prompt_source,
+        padded_action_share=padded_action_share(episodes, chunk),
+        variants=[_variant(name, computation, run, tokens) for name, computation in named.items()],
+        chosen=next(name for name, computation in named.items() if computation == choice),
+        remedies=_remedies(run, choice),
+    )
+
+
+def speed_bounds(configs: Mapping[str, Mapping[str, Any]], baseline: str) -> dict[str, SpeedBound]:
+    """Bounds of a comparison's variants against its baseline, for the report.
+
+    Args:
+        configs: composed train config of each variant; they share data set and policy.
+
+    Raises:
+        ValueError: see :class:`RunCosts`.
+    """
+    run, base = RunCosts(configs[baseline]), computation_of(configs[baseline])
+    filled, blank = run.cameras()
+    lengths = [length for prompt in run.prompts for length in (prompt.shortest, prompt.longest)]
+    basis = (
+        f"Matrix products of forward and backward for {len(filled)} real and {len(blank)} blank cameras, prompts of "
+        f"{min(lengths)} to {max(lengths)} tokens."
+    )
+    return {
+        name: SpeedBound(
+            this_size=run.costs.bound(run.workload, computation_of(config), base),
+            real_size=None if run.is_real else run.real_bound(computation_of(config), base),
+            real_name=run.support.real_name,
+            basis=basis,
+        )
+        for name, config in configs.items()
+        if name != baseline
+    }
+
+
+def _features(fields: Mapping[str, Any], sources: list[Source]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the policy is fed: declared cameras, else those of the data; state and action of the widest data set."""
+    declared = {key: f for key, f in (fields.get("input_features") or {}).items() if str(f["type"]) == "VISUAL"}
+    found = {
+        slot: {"type": "VISUAL", "shape": shape}
+        for source in sources
+        for slot, shape in zip(source.slots, source.facts.image_shapes, strict=False)
+    }
+    widths = {
+        key: max(source.facts.widths.get(key, 0) for source in sources) or fields.get(limit, 1)
+        for key, limit in (("observation.state", "max_state_dim"), ("action", "max_action_dim"))
+    }
+    state = {"observation.state": {"type": "STATE", "shape": [widths["observation.state"]]}}
+    return {**(declared or found), **state}, {"action": {"type": "ACTION", "shape": [widths["action"]]}}
+
+
+def _patches(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Patches of upstream's policies that the config asks for; those of sizes come with the skeleton."""
+    node = {**config, "patches": config.get("patches") or {}, "architecture": None}
+    return policy_patches(OmegaConf.create(node))
+
+
+def _mean_tokens(run: RunCosts) -> dict[str, float]:
+    layout, total = run.costs.layout, sum(run.workload.values())
+    if layout is None:
+        return {}
+
+    def mean(value: Any) -> float:
+        return float(sum(value(shape) * share for shape, share in run.workload.items()) / total)
+
+    slots = layout.camera_slots
+    blank = 0.0 if slots is None else mean(lambda shape: (slots - shape.images) * layout.image_tokens)
+    return {
+        "images": mean(lambda shape: shape.images * layout.image_tokens),
+        "prompt": mean(lambda shape: shape.prompt),
+        "actions": float(layout.action_tokens),
+        "blank_images": blank,
+        "prompt_padding": mean(lambda shape: shape.padding) - blank,
+    }
+
+
+def _variants(run: RunCosts, choice: Computation) -> dict[str, Computation]:
+    """The variants to show; the config's own is added where it is none of them."""
+    named = {"upstream": UPSTREAM}
+    if run.support.offers("wrapper"):
+        if run.costs.layout is not None and run.costs.layout.camera_slots is not None:
+            named["vision_tokens=valid"] = Computation(vision_tokens="valid")
+        named |= {"packing=padding_free": Computation(packing="padding_free"), "embodix": EMBODIX}
+    if choice not in named.values():
+        named["this config"] = choice
+    return named
+
+
+def _variant(name: str, computation: Computation, run: RunCosts, means: Mapping[str, float]) -> VariantPlan:
+    flops, upstream = run.costs.mean(run.workload, computation), run.costs.mean(run.workload)
+    images = sum(shape.images * share for shape, share in run.workload.items()) / sum(run.workload.values())
+    layout = run.costs.layout
+    if layout is not None and layout.camera_slots is not None and computation.vision_tokens == "upstream":
+        images = float(layout.camera_slots)
+    valid = computed = None
+    if means:
+        valid = means["images"] + means["prompt"] + means["actions"] * computation.flow_samples
+        computed = valid + (computation.packing == "none") * (means["blank_images"] + means["prompt_padding"])
+    return VariantPlan(
+        name=name,
+        computation=computation,
+        tokens=computed,
+        images=images,
+        utilisation=valid and computed and valid / computed,
+        forward_flops=flops.forward,
+        backward_flops=flops.backward,
+        bound=run.costs.bound(run.workload, computation),
+        forward_bound=upstream.forward / flops.forward * computation.flow_samples,
+        real_bound=None if run.support.real_fields is None else run.real_bound(computation),
+        memory=run.saving.memory(_largest(run.workload), run.batch_size, computation),
+    )
+
+
+def _largest(workload: Workload) -> Any:
+    return max(workload, key=lambda shape: (shape.images, shape.prompt))
+
+
+def _remedies(run: RunCosts, choice: Computation) -> list[Remedy]:
+    """Ways to need less memory that are not in use yet: exact ones first, then by what each leaves."""
+    largest, size = _largest(run.workload), run.batch_size
+    before = run.saving.memory(largest, size, choice).total
+    found = []
+    fast = Computation("padding_free", "auto", "valid", choice.flow_samples)
+    slow = choice.packing == "none" or choice.is_dense or choice.vision_tokens == "upstream"
+    if slow and run.support.offers("wrapper"):
+        total = run.saving.memory(largest, size, fast).total
+        found.append(Remedy("+plugin=embodix", "none: fewer tokens, no attention scores kept, and faster", total, True))
+    if size > 1:
+        total = run.saving.memory(largest, size // 2, choice).total
+        price = "twice the steps for as many samples, or two processes instead of one"
+        found.append(Remedy(f"train.batch_size={size // 2}", price, total, False))
+    for saver in run.support.memory_savers:
+        if getattr(run.saving.policy.config, saver.field) != saver.value:
+            total = run.with_field(saver.field, saver.value).memory(largest, size, choice).total
+            value = str(saver.value).lower()
+            found.append(Remedy(f"policy.{saver.field}={value}", saver.price, total, saver.exact))
+    saving = [remedy for remedy in found if remedy.total < before]
+    costly = sorted((remedy for remedy in saving if not remedy.exact), key=lambda remedy: remedy.total)
+    return [remedy for remedy in saving if remedy.exact] + costly
+
+
+def _switches(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The switches of the run by group."""
+    groups = ("packing", "attention", "vision_tokens", "action_pad")
+    return {
+        **{group: config[group]["name"] for group in groups},
+        "flow_samples": config.get("flow_samples", 1),
+        "plugin": config.get("plugin"),
+        "patches": sorted(config.get("patches") or {}),
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
