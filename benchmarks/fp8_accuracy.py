@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from embodix.checkpoints.model_folder import find_model
-from embodix.contracts import Quantizer
-from embodix.quantization.accuracy_gate import GatedCheckpoint, GateResult, gated_checkpoint
+from embodix.quantization.accuracy_gate import GatedCheckpoint, GateResult, JudgedQuantizer, gated_checkpoint
+from embodix.quantization.gate_rules import RecipeNumbers
 from embodix.quantization.selection import choose_modules
 from embodix.report.benchmark import require_quotable, write_benchmark
 from embodix.report.evaluation import Evaluation, pair_success, read_evaluation, success_by_task
@@ -70,6 +70,10 @@ class BrokenQuantizer:
 
     round: Round
     kind: str = "language_linear"
+
+    def recipe_numbers(self, description: Mapping[str, Any]) -> RecipeNumbers:
+        """As if it were sound e4m3."""
+        return RecipeNumbers()
 
     def install(self, policy: nn.Module, policy_type: str) -> BrokenInstallation:
         paths = [choice.path for choice in choose_modules(policy, policy_type) if choice.kind == self.kind]
@@ -165,7 +169,7 @@ def judge_checkpoint(name: str, gated: GatedCheckpoint) -> tuple[list[dict[str, 
     """Every recipe, then those that must be refused."""
     rows = [gate_row(name, recipe, gated.judge(Fp8BlockQuantizer(**options))) for recipe, options in RECIPES.items()]
     refusals = [refusal_row(name, recipe, gated.judge(quantizer)) for recipe, quantizer in BROKEN.items()]
-    wide: dict[str, Quantizer] = {
+    wide: dict[str, JudgedQuantizer] = {
         "one scale a tensor": BrokenQuantizer(per_tensor),
         "128 x 128 blocks, of which a layer has 1 or 2": Fp8BlockQuantizer(activations="high"),
     }

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     import torch
     from lerobot.configs.train import TrainPipelineConfig
@@ -330,14 +328,12 @@ class PolicySupport:
         """Sizes of a sample's parts; None where a policy has no tokens, or its plugin does not say."""
         return None
 
-    def sample_batch(self, policy: Any, shape: SampleShape, batch_size: int) -> dict[str, Tensor]:
+    def sample_batch(self, policy: Any, shape: SampleShape, batch_size: int) -> dict[str, Tensor] | None:
         """A preprocessed training batch of equal samples on the CPU; values do not matter, those of masks do.
 
-        By default it is made of the features of the policy's config.
+        None for one that is made of the features of the policy's config.
         """
-        from embodix.costs.feature_batch import feature_batch
-
-        return feature_batch(policy.config, batch_size)
+        return None
 
     def prompt_texts(
         self, policy: Mapping[str, Any], task: str, images: int, state_stats: Mapping[str, list[float]]

@@ -15,8 +15,10 @@ from embodix_fp8 import fp8_block, kernels
 from embodix_fp8.block_weight import BlockScaledWeight
 from embodix_fp8.blocks import BLOCK, ScaledWeight, quantize_blocks
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
-from embodix_groot.testing import small_groot
-from embodix_pi05.testing import random_batch, small_pi05, upstream_actions
+from embodix_fp8.kernels import ScaledMmKernel
+from embodix_groot.architecture import PUBLIC_ARCHITECTURE
+from embodix_groot.testing import meta_groot, small_groot
+from embodix_pi05.testing import meta_pi05, random_batch, small_pi05, upstream_actions
 
 LANGUAGE = "model.paligemma_with_expert.paligemma.model.language_model"
 FIRST = f"{LANGUAGE}.layers.0.self_attn.q_proj"
@@ -209,3 +211,17 @@ def test_float16_and_unknown_options_are_refused():
         Fp8BlockQuantizer(kernel="fast")
     with pytest.raises(ValueError, match=r"groot and pi05; got policy\.type=act"):
         Fp8BlockQuantizer().install(policy, "act")
+
+
+@pytest.mark.parametrize("policy_type", ["pi05", "groot"])
+def test_at_the_real_size_tensor_cores_take_every_converted_layer(policy_type):
+    """No block is ragged, and the bytes of a quarter of float32 and the scales are what is left."""
+    policy = meta_pi05() if policy_type == "pi05" else meta_groot(PUBLIC_ARCHITECTURE)
+    installation = Fp8BlockQuantizer(activations="high").install(policy, policy_type)
+    described = installation.describe()
+    installation.uninstall()
+    shapes = [tuple(row["shape"]) for row in described["converted"]]
+    assert all(ScaledMmKernel().shape_problem(shape) is None for shape in shapes)
+    num_weights = sum(rows * columns for rows, columns in shapes)
+    assert described["num_bytes"]["after"] == num_weights + 4 * num_weights // 128**2
+    assert num_weights == {"pi05": 1_981_808_640, "groot": 603_979_776}[policy_type]

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 import torch
+from embodix.attention.segment import SegmentSdpa
+from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix_pi05.cost import (
     EMBODIX,
     UPSTREAM,
@@ -22,8 +24,6 @@ from embodix_pi05.cost import (
 )
 from embodix_pi05.cost_sizes import num_parameters, parameter_groups, sizes_of
 
-from embodix.attention.segment import SegmentSdpa
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.training.flops import flop_counter
 from embodix_pi05.testing import SMALL_ARCHITECTURE, random_batch, small_pi05

@@ -10,8 +10,6 @@ import pytest
 from torch import nn
 
 from embodix.quantization.selection import choose_modules
-from embodix_fp8.fp8_block import Fp8BlockQuantizer
-from embodix_fp8.kernels import ScaledMmKernel
 from embodix_groot.architecture import PUBLIC_ARCHITECTURE
 from embodix_groot.testing import meta_groot
 from embodix_pi05.record import _DECODER_LINEAR, Pi05
@@ -95,17 +93,3 @@ def test_another_policy_and_a_wrapped_one_are_refused():
         choose_modules(nn.ModuleDict({"policy": policy}), "pi05")
     with pytest.raises(ValueError, match="no linear layer at all"):
         choose_modules(nn.Identity(), "pi05")
-
-
-@pytest.mark.parametrize("policy_type", ["pi05", "groot"])
-def test_at_the_real_size_tensor_cores_take_every_converted_layer(policy_type, request):
-    """No block is ragged, and the bytes of a quarter of float32 and the scales are what is left."""
-    policy = request.getfixturevalue(policy_type)
-    installation = Fp8BlockQuantizer(activations="high").install(policy, policy_type)
-    described = installation.describe()
-    installation.uninstall()
-    shapes = [tuple(row["shape"]) for row in described["converted"]]
-    assert all(ScaledMmKernel().shape_problem(shape) is None for shape in shapes)
-    num_weights = sum(rows * columns for rows, columns in shapes)
-    assert described["num_bytes"]["after"] == num_weights + 4 * num_weights // 128**2
-    assert num_weights == {"pi05": 1_981_808_640, "groot": 603_979_776}[policy_type]

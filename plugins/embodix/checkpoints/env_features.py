@@ -37,7 +37,7 @@ def require_fitting_features(
     provided = {rename_map.get(key, key): feature for key, feature in env_to_policy_features(env_cfg).items()}
     expected = {**(policy_cfg.input_features or {}), **(policy_cfg.output_features or {})}
     blank = support_of(policy_cfg.type).blank_cameras
-    composed = bool(make_env_pre_post_processors(env_cfg, policy_cfg)[0].steps)  # such as the state of LIBERO
+    composed = bool(make_env_pre_post_processors(env_cfg, policy_cfg)[0].steps)  # such as a state of several parts
     for key, feature in expected.items():
         if feature.type in (FeatureType.STATE, FeatureType.ACTION) and (key in provided or not composed):
             _require_size(key, feature, provided.get(key), env_cfg)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lerobot quantize CHECKPOINT OUT``: a checkpoint in FP8, with its table of sizes and an optional accuracy gate."""
+"""``lerobot quantize CHECKPOINT OUT``: a checkpoint in low precision, its table of sizes, an optional accuracy gate."""
 
 from __future__ import annotations
 

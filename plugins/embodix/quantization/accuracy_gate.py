@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from embodix import plugins
 from embodix.checkpoints.model_folder import ModelFolder
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
-from embodix.contracts import ComparesFormats, LowPrecision, ModuleKind, Quantizer
+from embodix.contracts import ComparesFormats, LowPrecision, ModuleKind
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
 from embodix.quantization.accuracy import Comparison, LayerAccuracy, relative_error, sqnr_db, worst_row_sqnr_db
@@ -41,8 +41,10 @@ from embodix.schema.gate import AccuracyGateSettings
 LANGUAGE_MODEL: tuple[ModuleKind, ...] = ("language_linear", "embedding", "unused_head")
 
 
-class JudgedQuantizer(Quantizer, Protocol):
+class JudgedQuantizer(Protocol):
     """The part of a ``CheckpointQuantizer`` that the gate needs."""
+
+    def install(self, policy: nn.Module, policy_type: str) -> LowPrecision: ...
 
     def recipe_numbers(self, description: Mapping[str, Any]) -> RecipeNumbers: ...
 
@@ -95,7 +97,7 @@ class GateResult:
             "numbers": dict(self.numbers),
             "comparison": self.comparison.to_json(),
             "yardstick": self.yardstick.to_json(),
-            "recipe": dict(self.recipe),
+            "recipe": {**self.recipe, "fallback": self.recipe.get("fallback")},
             "formats": dict(self.formats),
         }
 
