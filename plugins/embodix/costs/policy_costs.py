@@ -247,7 +247,7 @@ def _on_meta(batch: Mapping[str, Any], which: Any) -> dict[str, Any]:
 
 
 def feature_batch(config: Any, batch_size: int) -> dict[str, Tensor]:
-    """A batch of the features that a config declares, stacked as upstream's loader does: several steps where it asks."""
+    """A batch of the features that a config declares, stacked as upstream's loader does."""
 
     def shape(deltas: Sequence[int] | None, feature: Sequence[int]) -> tuple[int, ...]:
         steps = () if deltas is None else (len(deltas),)
