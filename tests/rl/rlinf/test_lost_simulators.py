@@ -8,11 +8,10 @@ import threading
 import time
 
 import pytest
-from embodix_rl.scheduling.supervision import RestartBudget
 
 from embodix_rl.rlinf.asynchronous.components import answer_of, innermost
 from embodix_rl.rlinf.asynchronous.exchange import EVENTS, Asks, ChannelReceive, ChannelSend, Delivered, SimulatorsLost
-from embodix_rl.rlinf.asynchronous.gate_service import GateService
+from embodix_rl.rlinf.asynchronous.gate_service import GateService, RestartBudget
 from embodix_rl.rlinf.asynchronous.supervised_simulators import SupervisedSimulators
 from embodix_rl.rlinf.hosts import WorkerFailedError
 from embodix_rl.rlinf.simulator_process import RemoteSimulators, SimulatorDeadlines, SimulatorLostError
