@@ -74,15 +74,27 @@ def class_names(modules: dict[str, Path]) -> Iterator[tuple[str, str]]:
                 yield node.name, name
 
 
-def private_accesses() -> list[str]:
-    """Places in tests that reach for a private name of an object of embodix: not their own, nor a host's."""
+def private_names(modules: dict[str, Path]) -> set[str]:
+    """Names with an underscore that the product defines."""
+    found = set()
+    for path in modules.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in found if re.match(r"_[A-Za-z]", name)}
+
+
+def private_accesses(defined: set[str]) -> list[str]:
+    """Places in tests that reach for a private name that the product defines."""
     found = []
     for path in sorted((REPOSITORY / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
             if isinstance(node, ast.Attribute) and not _is_own(node):
                 names.append(node.attr)
-            private = [name for name in names if re.match(r"_[a-z]", name) and name not in ("_groot_model",)]
+            private = [name for name in names if name in defined]
             found += [f"{path.relative_to(REPOSITORY)}:{node.lineno} {name}" for name in private]
     return found
 
@@ -146,7 +158,7 @@ def main() -> None:
         "class names with two meanings": [
             f"{name}: {', '.join(places)}" for name, places in repeated(class_names(modules)).items()
         ],
-        "private accesses from tests": private_accesses(),
+        "private accesses from tests": private_accesses(private_names(modules)),
     }
     if arguments.step is not None:
         found["files that one training step passes"] = files_of_a_step(arguments.step)

@@ -146,7 +146,7 @@ def _serve(restarts: RestartBudget, *events):
         for event in events:
             await ChannelSend(channel, EVENTS).send(event)
         await asyncio.sleep(1.0)
-        taken = await gate.take_batch()
+        taken = [await gate.take() for _ in range(gate.settings.batch_size)]
         failure = serving.exception() if serving.done() else None
         serving.cancel()
         return service, gate, taken, failure
