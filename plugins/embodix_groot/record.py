@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from embodix_groot.flow import GrootFlow
     from embodix_groot.wrapper import GrootN15Wrapper
 
-_DECODER_LINEAR = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+DECODER_LINEAR = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 _EAGLE = r"_groot_model\.backbone\.eagle_model\."
 
 
@@ -34,7 +34,7 @@ class GrootN15(PolicySupport):
     supported: ClassVar[Mapping[str, str]] = {"lerobot": ">=0.5.1,<0.5.2"}
     sizes_patch = "lerobot_groot_sizes"
     module_kinds: ClassVar[Mapping[ModuleKind, str]] = {
-        "language_linear": rf"{_EAGLE}language_model\.model\.{_DECODER_LINEAR}",
+        "language_linear": rf"{_EAGLE}language_model\.model\.{DECODER_LINEAR}",
         "embedding": rf"{_EAGLE}language_model\.model\.embed_tokens",
         "unused_head": rf"{_EAGLE}language_model\.lm_head",
         "vision": rf"{_EAGLE}vision_model\..+",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from embodix_pi05.flow import Pi05Flow
     from embodix_pi05.wrapper import Pi05Wrapper
 
-_DECODER_LINEAR = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+DECODER_LINEAR = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 _WITH_EXPERT = r"model\.paligemma_with_expert\."
 
 
@@ -31,7 +31,7 @@ class Pi05(PolicySupport):
     guards = ("lerobot_pi05_strict_load",)
     # Full paths, because names mislead: every one of them holds "expert" (``paligemma_with_expert``).
     module_kinds: ClassVar[Mapping[ModuleKind, str]] = {
-        "language_linear": rf"{_WITH_EXPERT}paligemma\.model\.language_model\.{_DECODER_LINEAR}",
+        "language_linear": rf"{_WITH_EXPERT}paligemma\.model\.language_model\.{DECODER_LINEAR}",
         "embedding": rf"{_WITH_EXPERT}paligemma\.model\.language_model\.embed_tokens",
         "unused_head": rf"{_WITH_EXPERT}(paligemma|gemma_expert)\.lm_head",
         "vision": rf"{_WITH_EXPERT}paligemma\.model\.vision_tower\..+",

@@ -56,7 +56,7 @@ class KillsAWorker:
     def act(self, requests):
         self.num_asked += 1
         if self.num_asked == 3:
-            self.engine._workers._workers[0].process.kill()
+            self.engine.workers.started[0].process.kill()
         return self.actor.act(requests)
 
 

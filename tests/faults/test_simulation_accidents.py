@@ -68,7 +68,7 @@ def test_a_worker_killed_from_outside_changes_nothing_else(wander, undisturbed):
 
         def kill_one(result):
             if len(killed) < 2:
-                worker = engine._workers._workers[len(killed)]
+                worker = engine.workers.started[len(killed)]
                 os.kill(worker.process.pid, signal.SIGKILL)
                 killed.append(worker.process)
 

@@ -13,7 +13,7 @@ from embodix.testing.errors import compare_gradients, relative_error
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
 from embodix_groot import testing as groot
 from embodix_pi05 import testing as pi05
-from embodix_pi05.record import _DECODER_LINEAR, Pi05
+from embodix_pi05.record import DECODER_LINEAR, Pi05
 
 FAST = FastPathSettings(PaddingFreePacker(), SegmentAuto())
 CHOICES = {
@@ -125,7 +125,7 @@ def test_taking_the_action_expert_too_is_noticed(pi05_case, monkeypatch):
     """The mutation twin: names without their full path would quantize the action head, and the actions would move."""
     policy, batch, _ = pi05_case
     wanted = pi05.upstream_actions(policy, batch)
-    greedy = Pi05.module_kinds | {"language_linear": r".*gemma_expert.*" + _DECODER_LINEAR}
+    greedy = Pi05.module_kinds | {"language_linear": r".*gemma_expert.*" + DECODER_LINEAR}
     monkeypatch.setattr(Pi05, "module_kinds", greedy)
     installation = Fp8BlockQuantizer().install(policy, "pi05")
     assert all(".gemma_expert." in row["path"] for row in installation.describe()["converted"])

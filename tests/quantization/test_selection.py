@@ -12,7 +12,7 @@ from torch import nn
 from embodix.quantization.selection import choose_modules
 from embodix_groot.architecture import PUBLIC_ARCHITECTURE
 from embodix_groot.testing import meta_groot
-from embodix_pi05.record import _DECODER_LINEAR, Pi05
+from embodix_pi05.record import DECODER_LINEAR, Pi05
 from embodix_pi05.testing import meta_pi05, small_pi05
 
 PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -80,7 +80,7 @@ def test_every_linear_and_embedding_is_listed_with_its_part_and_a_reason(policy_
 
 def test_a_selector_that_takes_the_action_expert_too_is_noticed(pi05, monkeypatch):
     """The mutation twin: names without their full path match the expert's layers."""
-    monkeypatch.setattr(Pi05, "module_kinds", Pi05.module_kinds | {"language_linear": r".*" + _DECODER_LINEAR})
+    monkeypatch.setattr(Pi05, "module_kinds", Pi05.module_kinds | {"language_linear": r".*" + DECODER_LINEAR})
     extra = set(converted(pi05, "pi05")) - layers(PI05_LANGUAGE, 18)
     assert len([path for path in extra if ".gemma_expert." in path]) == 126
 

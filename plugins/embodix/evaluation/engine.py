@@ -95,7 +95,7 @@ class Engine:
 
     def __init__(self, simulators: Simulators, settings: EngineSettings) -> None:
         self._simulators, self._settings = simulators, settings
-        self._workers: Workers | None = None
+        self.workers: Workers | None = None
 
     def __enter__(self) -> Engine:
         return self
@@ -107,9 +107,9 @@ class Engine:
 
     def close(self) -> None:
         """Close simulators and workers."""
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
+        if self.workers is not None:
+            self.workers.close()
+            self.workers = None
 
     def run(self, actor: Actor, episodes: Sequence[Episode], on_result: OnResult | None = None) -> list[EpisodeResult]:
         """The results of `episodes`, in their order.
@@ -127,10 +127,10 @@ class Engine:
             raise ValueError(f"Tasks must be among {list(self._simulators.tasks)}, got {unknown}.")
         if not episodes:
             return []
-        if self._workers is None:
-            self._workers = self._start_workers()
+        if self.workers is None:
+            self.workers = self._start_workers()
         with self._closed_on_error():
-            return _Run(self._workers, self._settings, actor, episodes, on_result).results()
+            return _Run(self.workers, self._settings, actor, episodes, on_result).results()
 
     def _start_workers(self) -> Workers:
         settings = self._settings

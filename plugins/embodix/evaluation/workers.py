@@ -82,7 +82,7 @@ class Processes:
 
     def __init__(self, simulators: Simulators, worker_of: Sequence[int], timeout_s: float) -> None:
         self._simulators, self._worker_of, self._timeout_s = simulators, worker_of, timeout_s
-        self._workers = [self._start() for _ in range(max(worker_of) + 1)]
+        self.started = [self._start() for _ in range(max(worker_of) + 1)]
         self._replies: dict[int, Reply | Lost] = {}
         self._lost: dict[int, str] = {}
 
@@ -97,7 +97,7 @@ class Processes:
                 continue
             batches.setdefault(self._worker_of[command.slot], []).append(command)
         for index, batch in batches.items():
-            worker = self._workers[index]
+            worker = self.started[index]
             slots = {command.slot for command in batch}
             worker.awaited |= slots
             worker.running |= slots
@@ -114,23 +114,23 @@ class Processes:
 
     def close(self) -> None:
         """Let the workers close their simulators and end; one that does not is killed."""
-        for worker in self._workers:
+        for worker in self.started:
             worker.process.hang_up()
-        for worker in self._workers:
+        for worker in self.started:
             worker.process.end(JOIN_TIMEOUT_S)
 
     def _start(self) -> _Worker:
         return _Worker(SimulatorProcess(partial(SlotSimulators, self._simulators)))
 
     def _listen(self, indices: set[int]) -> None:
-        processes: dict[Any, int] = {self._workers[index].process: index for index in indices}
+        processes: dict[Any, int] = {self.started[index].process: index for index in indices}
         ready = wait(list(processes), self._timeout_s)
         if not ready:
             for index in indices:
                 self._replace(index, f"no answer came from its worker for {self._timeout_s:g} s")
         for process in ready:
             index = processes[process]
-            worker = self._workers[index]
+            worker = self.started[index]
             try:
                 reply: Reply = worker.process.receive()
             except (EOFError, OSError):
@@ -143,14 +143,14 @@ class Processes:
 
     def _replace(self, index: int, reason: str | None = None) -> None:
         """Put a fresh process in a worker's place and say which episodes are lost."""
-        worker = self._workers[index]
+        worker = self.started[index]
         worker.process.hang_up()
         if reason is not None:
             worker.process.kill()
         exit_code = worker.process.exit_code()
         reason = reason or f"its worker process died with exit code {exit_code}"
         logging.warning("A simulation worker is replaced: %s.", reason)
-        self._workers[index] = self._start()
+        self.started[index] = self._start()
         for slot in worker.running:
             if slot in worker.awaited:
                 self._replies[slot] = Lost(slot, reason)

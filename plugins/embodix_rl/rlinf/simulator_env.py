@@ -47,14 +47,14 @@ class SimulatorEnv:
         self.cfg, self.num_envs, self.is_start = cfg, num_envs, True
         self._reward = RewardRule(**cfg.embodix.reward)
         self._max_steps = int(cfg.max_episode_steps)
-        self._seeds = EpisodeSeeds(
+        self.seeds = EpisodeSeeds(
             int(cfg.embodix.seed), num_envs, int(cfg.group_size), seed_offset, total_num_processes
         )
         simulators = simulators if simulators is not None else _configured(cfg.embodix.env)
         tasks = simulators.tasks
-        self._simulators = [simulators.build(tasks[self._seeds.group(env) % len(tasks)]) for env in range(num_envs)]
+        self.simulators = [simulators.build(tasks[self.seeds.group(env) % len(tasks)]) for env in range(num_envs)]
         self._processor = _environment_processor(simulators.env_cfg)
-        self._statistics = EpisodeStatistics(num_envs)
+        self.statistics = EpisodeStatistics(num_envs)
         self._done_B = np.zeros(num_envs, bool)
         self._earned: list[float | None] = [None] * num_envs  # the simulator's reward of the step before
         self._seen: list[Mapping[str, Any]] = [{}] * num_envs
@@ -79,9 +79,9 @@ class SimulatorEnv:
             steps_B[env], success_B[env] = self._run_chunk(
                 env, actions_BCA[env], rewards_BC[env], terminated_BC[env], truncated_BC[env]
             )
-        self._statistics.add(rewards_BC, success_B, steps_B)
+        self.statistics.add(rewards_BC, success_B, steps_B)
         done_B = (terminated_BC | truncated_BC).any(axis=1)
-        observation, infos = self._observation(), {"episode": self._statistics.tensors()}
+        observation, infos = self._observation(), {"episode": self.statistics.tensors()}
         if self.cfg.auto_reset and done_B.any():
             observation, infos = self._begin_again(done_B, observation, infos)
         if self.cfg.auto_reset or self.cfg.ignore_terminations:
@@ -92,19 +92,19 @@ class SimulatorEnv:
     def update_reset_state_ids(self) -> None:
         """RLinf's call at the end of a rollout."""
         if self.cfg.use_fixed_reset_state_ids:
-            self._seeds.restart()
+            self.seeds.restart()
 
     def progress(self) -> list[int]:
         """Episodes that each environment has begun, for `go_on` of one that is made in place of this one."""
-        return self._seeds.num_begun
+        return self.seeds.num_begun
 
     def go_on(self, progress: list[int]) -> None:
         """Begin other episodes than those that were begun at `progress`, and than the next one: it may have failed."""
-        self._seeds.skip([num + 1 for num in progress])
+        self.seeds.skip([num + 1 for num in progress])
 
     def close(self) -> None:
         """Free the simulators."""
-        for simulator in self._simulators:
+        for simulator in self.simulators:
             simulator.close()
 
     def _run_chunk(
@@ -114,7 +114,7 @@ class SimulatorEnv:
         if self._done_B[env]:  # without auto-reset: RLinf masks what follows the first end
             terminated_C[:] = True
             return 0, False
-        simulator, begun = self._simulators[env], int(self._statistics.num_steps[env])
+        simulator, begun = self.simulators[env], int(self.statistics.num_steps[env])
         success = False
         for step, action_A in enumerate(actions_CA):
             outcome = simulator.step(action_A)
@@ -131,12 +131,12 @@ class SimulatorEnv:
         return step + 1, success
 
     def _begin(self, which_B: np.ndarray) -> None:
-        self._statistics.begin(which_B)
+        self.statistics.begin(which_B)
         self._done_B[which_B] = False
         for env in np.flatnonzero(which_B):
-            self._simulators[env].reset(self._seeds.next(int(env)))
+            self.simulators[env].reset(self.seeds.next(int(env)))
             self._earned[env] = None
-            self._seen[env] = self._simulators[env].observe()
+            self._seen[env] = self.simulators[env].observe()
 
     def _begin_again(self, done_B: np.ndarray, last: dict[str, Any], infos: dict[str, Any]) -> tuple[Any, Any]:
         self._begin(done_B)
@@ -147,7 +147,7 @@ class SimulatorEnv:
         from lerobot.envs.utils import preprocess_observation
 
         processed = self._processor(preprocess_observation(_stacked(self._seen)))
-        return to_host(processed, cameras_of(processed), [simulator.instruction for simulator in self._simulators])
+        return to_host(processed, cameras_of(processed), [simulator.instruction for simulator in self.simulators])
 
 
 class RewardRule:

@@ -272,7 +272,7 @@ class AdaptiveLimits:
             self._explore.pop(0)
         self._num_until_choice -= size
         if self._num_until_choice <= 0 and self._has_seen_all():
-            self._choose(now)
+            self.choose(now)
 
     def _learn_steps(self, batch: Batch[Any], now: float) -> None:
         for request, arrived in zip(batch.requests, batch.arrived_at, strict=True):
@@ -296,7 +296,7 @@ class AdaptiveLimits:
             return False
         return True
 
-    def _choose(self, now: float) -> None:
+    def choose(self, now: float) -> None:
         self._forget_the_gone()
         num_clients = len(self._steps)
         replayed = {limits: self._replay(limits) for limits in self._candidates(num_clients)}

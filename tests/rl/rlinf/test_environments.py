@@ -44,7 +44,7 @@ def _simulated(num_envs=2, place=0, num_places=1, **changes):
 def _expert_chunk(env, num_steps):
     """Actions of the scripted controller; after the goal is reached the simulator is not stepped any more."""
     actions = np.zeros((env.num_envs, num_steps, 2), np.float32)
-    for place, simulator in enumerate(env._simulators):
+    for place, simulator in enumerate(env.simulators):
         point = simulator._point.copy()
         for step in range(num_steps):
             actions[place, step] = np.clip((simulator._goal - point) / 0.2, -1, 1)
@@ -100,7 +100,7 @@ def test_success_ends_an_episode_and_the_next_begins_with_the_last_observation_i
     assert info["final_info"]["episode"]["return"][done] == 2.0
     assert info["_final_observation"][done]
     assert not torch.equal(info["final_observation"]["states"][done], observations[0]["states"][done])
-    assert env._statistics.num_steps[done] == 0
+    assert env.statistics.num_steps[done] == 0
     assert first["states"][done].tolist() != observations[0]["states"][done].tolist()
 
 
@@ -108,7 +108,7 @@ def test_actions_after_the_end_of_an_episode_are_not_executed():
     env = _simulated(max_episode_steps=4)
     env.reset()
     executed = []
-    for simulator in env._simulators:
+    for simulator in env.simulators:
         step = simulator.step
         simulator.step = lambda action, step=step: executed.append(1) or step(action)
     _, _, _, truncations, infos = env.chunk_step(np.zeros((2, 6, 2)))
@@ -180,7 +180,7 @@ def test_progress_of_an_episode_does_not_count_what_the_one_before_reached():
     for _ in range(3):  # episodes in which nothing moves, each as far from its goal as it began
         _, rewards, _, truncated, _ = env.chunk_step(np.zeros((1, MAX_STEPS, 2)))
         assert truncated.any() and not rewards.any()
-    assert env._seeds.num_begun == [4]
+    assert env.seeds.num_begun == [4]
 
 
 def _latency(place=0, num_envs=2, max_steps=MAX_STEPS, group_size=1, **declared):

@@ -150,7 +150,7 @@ def test_episodes_of_a_simulator_are_not_begun_again():
     before = EpisodeSeeds(5, 2, 1, 0, 2)
     begun = {before.next(env) for env in (0, 1, 0)}
     simulated = SimulatorEnv.__new__(SimulatorEnv)  # its seeds are what counts here
-    simulated._seeds = EpisodeSeeds(5, 2, 1, 0, 2)
+    simulated.seeds = EpisodeSeeds(5, 2, 1, 0, 2)
     simulated.go_on(before.num_begun)
     assert simulated.progress() == [3, 2]
-    assert not begun & {simulated._seeds.next(env) for env in (0, 1)}
+    assert not begun & {simulated.seeds.next(env) for env in (0, 1)}

@@ -56,7 +56,7 @@ def test_the_choice_settles_and_follows_a_change():
         return 0.1
 
     chosen: list[BatchLimits] = []
-    choose = policy._choose
+    choose = policy.choose
 
     def record(now: float) -> None:
         choose(now)
@@ -64,7 +64,7 @@ def test_the_choice_settles_and_follows_a_change():
         if len(chosen) == 5:
             slow[0] = 1.5
 
-    policy._choose = record
+    policy.choose = record
     served = run_virtually(serve_clients(policy, steps, inference_s, 400.0))
     assert chosen[0] == chosen[4] and chosen[0].max_size == 8 and chosen[0].max_wait_s > 0
     assert chosen[-1] == chosen[-2]
