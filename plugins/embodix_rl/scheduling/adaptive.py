@@ -297,6 +297,7 @@ class AdaptiveLimits:
         return True
 
     def choose(self, now: float) -> None:
+        """Take the limits that would have served most of what was seen."""
         self._forget_the_gone()
         num_clients = len(self._steps)
         replayed = {limits: self._replay(limits) for limits in self._candidates(num_clients)}
