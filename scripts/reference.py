@@ -4,27 +4,32 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
+from embodix.config.compose import config_packages
 from embodix.hookspecs import EmbodixSpec, hook_names
 from embodix.patching import patch_module, patch_names
 from embodix.plugins import registry
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CONFIGS = REPOSITORY / "hydra_conf"
+CORE = "builtin"  # the entry point of the core's own implementations
 MARK = "<!-- Written by `make docs` from the code; do not edit. -->"
 
 
 def hooks_page() -> str:
-    """Every extension point with its exact arguments, and what embodix itself registers through it."""
+    """Every extension point with its exact arguments, and what ships through it, with the plugin that brings it."""
     lines = [
         *("# Hooks", "", MARK, ""),
         "A plugin publishes a module under the entry-point group `embodix`; its functions carry `@embodix.hookimpl`",
         "and return `embodix.Registration(name, target, summary)` records. The target `package.module:attribute` is",
-        "imported when it is first chosen. `tests/third_party/embodix_example_plugin` is a complete plugin to copy.",
+        "imported when it is first chosen. `plugins/embodix/contracts.py` says what it has to satisfy. To copy:",
+        "`tests/third_party/embodix_example_plugin` (packers, attention), `tests/third_party/lerobot_policy_prompted`",
+        f"(a policy). What is listed ships with embodix: `{CORE}` is the core, the others are packages beside it in",
+        "`plugins/`, registered as a third party's are.",
     ]
     for name in hook_names():
         lines += ["", f"## `{hook_signature(name)}`", "", inspect.getdoc(getattr(EmbodixSpec, name)) or ""]
@@ -39,16 +44,31 @@ def hook_signature(name: str) -> str:
     return name + str(signature.replace(parameters=arguments)).replace("'", "")
 
 
+def shipped_plugins() -> dict[str, str]:
+    """Entry point -> package of every plugin of this repository; what else is installed here is left out."""
+    packages = {record.name: record.target.partition(".")[0] for record in registry().plugins if record.healthy}
+    return {name: package for name, package in packages.items() if (REPOSITORY / "plugins" / package).is_dir()}
+
+
+def _plugin_of(kind: str, name: str) -> str:
+    return registry().providers[kind, name]
+
+
 def _registered(kind: str) -> Iterator[str]:
-    found = registry()
-    own = [r for name, r in found.implementations[kind].items() if found.providers[kind, name] == "builtin"]
-    if not own:
-        yield ""
-        yield "embodix registers none itself."
-        return
-    yield from ("", "| name | what it does | target |", "|---|---|---|")
+    shipped = shipped_plugins()
+    own = [r for name, r in registry().implementations[kind].items() if _plugin_of(kind, name) in shipped]
+    yield from ("", "| name | what it does | plugin | target |", "|---|---|---|---|")
     for registration in own:
-        yield f"| `{registration.name}` | {registration.summary} | `{registration.target}` |"
+        plugin = _plugin_of(kind, registration.name)
+        yield f"| `{registration.name}` | {registration.summary} | `{plugin}` | `{registration.target}` |"
+
+
+def config_folders() -> dict[str, Path]:
+    """Plugin -> folder of its config groups, the core's first."""
+    registrations = registry().implementations["config_packages"].values()
+    plugins = {r.target.partition(":")[0]: _plugin_of("config_packages", r.name) for r in registrations}
+    found = [(plugins[package], package) for package in config_packages() if plugins[package] in shipped_plugins()]
+    return {plugin: REPOSITORY / "plugins" / package.replace(".", "/") for plugin, package in found}
 
 
 def config_groups_page() -> str:
@@ -56,15 +76,22 @@ def config_groups_page() -> str:
     lines = [
         *("# Config groups", "", MARK, ""),
         "Choose an option with `group=option`; a group that a command does not list by default is added with",
-        "`+group=option`. `lerobot <verb> --cfg job` prints the composed config.",
-        *("", "| config | default groups |", "|---|---|"),
+        "`+group=option`. `lerobot <verb> --cfg job` prints the composed config. An option `default` stands for what a",
+        f"plugin gives where none is named. `{CORE}` is the core, the other names are those of shipped plugins.",
+        *("", "| config | plugin | default groups |", "|---|---|---|"),
     ]
-    for path in sorted(CONFIGS.glob("*.yaml")):
-        lines.append(f"| `{path.stem}` | {', '.join(_default_choices(path)) or 'none'} |")
-    folders = sorted({path.parent for path in CONFIGS.glob("*/**/*.yaml")})
-    for folder in folders:
-        lines += ["", f"## {folder.relative_to(CONFIGS)}", "", "| option | what it chooses |", "|---|---|"]
-        lines += [f"| `{path.stem}` | {_first_comment(path)} |" for path in sorted(folder.glob("*.yaml"))]
+    folders = config_folders()
+    configs = [(path.stem, plugin, path) for plugin, folder in folders.items() for path in folder.glob("*.yaml")]
+    for name, plugin, path in sorted(configs):
+        lines.append(f"| `{name}` | `{plugin}` | {', '.join(_default_choices(path)) or 'none'} |")
+    options = [
+        (str(path.parent.relative_to(folder)), path.stem, plugin, path)
+        for plugin, folder in folders.items()
+        for path in folder.glob("*/**/*.yaml")
+    ]
+    for group, rows in itertools.groupby(sorted(options), key=lambda option: option[0]):
+        lines += ["", f"## {group}", "", "| option | what it chooses | plugin |", "|---|---|---|"]
+        lines += [f"| `{name}` | {_first_comment(path)} | `{plugin}` |" for _, name, plugin, path in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -90,13 +117,17 @@ def patches_page() -> str:
     """The papers of every patch."""
     lines = [
         *("# Patches", "", MARK, ""),
-        "Guarded changes of upstream at run time, one file a patch in `patches/`. Nothing is patched because embodix",
-        "is installed: a config's `patches` node or a verb asks for them, and they are undone at the end of the run.",
+        "Guarded changes of upstream at run time, one file a patch: the core's in `patches/`, a plugin's in its own",
+        "folder `patches/`. Nothing is patched because embodix is installed: a config's `patches` node, a policy's",
+        "record or a verb asks for them, and they are undone at the end of the run.",
     ]
-    for name in patch_names():
+    shipped = [name for name in patch_names() if _plugin_of("host_patches", name) in shipped_plugins()]
+    for name in shipped:
         patch = patch_module(name).PATCH
         requires = ", ".join(f"{host}{wanted}" for host, wanted in patch.requires.items())
-        lines += ["", f"## {name}", "", f"- target: `{patch.target}`", f"- holds for: `{requires}`"]
+        plugin = _plugin_of("host_patches", name)
+        lines += ["", f"## {name}", "", f"- plugin: `{plugin}`", f"- target: `{patch.target}`"]
+        lines.append(f"- holds for: `{requires}`")
         lines += [
             f"- {label}: {text}"
             for label, text in (
