@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from embodix.attention.segments import Segments
 from embodix.packing.layout import PackedLayout
-from embodix.policies.action_loss import fill_padded_actions, reduce_valid, valid_elements
+from embodix.policies.functional import fill_padded_actions, reduce_valid, valid_elements
 from embodix.policies.installation import (
     MethodInstallation,
     require_own_methods,
