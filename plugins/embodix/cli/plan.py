@@ -102,7 +102,7 @@ def _token_table(plan: TrainingPlan) -> Table:
 
 
 def _prompt_table(plan: TrainingPlan) -> Table:
-    table = Table(title="Prompt length by task, in tokens, state numbers included", title_justify="left")
+    table = Table(title="Prompt length by task, in tokens, those of images left out", title_justify="left")
     table.add_column("task", max_width=60, no_wrap=True, overflow="ellipsis")
     table.add_column("frames", justify="right", min_width=6)
     table.add_column("tokens", justify="right", min_width=7)

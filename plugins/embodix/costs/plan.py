@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -154,8 +156,39 @@ class RunCosts:
         filled = list(dict.fromkeys(slot for source in self.sources for slot in source.slots))
         return filled, [key for key in self.costs.policy.config.image_features if key not in filled]
 
+    def tokens(self) -> dict[str, float]:
+        """Mean tokens a sample by what they carry, as upstream lays them out; empty where nothing tells them."""
+        layout = self.costs.layout
+        if layout is None:
+            return {}
+        images, padding = self._mean("images"), self._mean("padding")
+        blank = 0.0 if layout.camera_slots is None else (layout.camera_slots - images) * layout.image_tokens
+        return {
+            "images": images * layout.image_tokens,
+            "prompt": self._mean("prompt"),
+            "actions": float(layout.action_tokens),
+            "blank_images": blank,
+            "prompt_padding": padding - blank,
+        }
+
+    def images(self, computation: Computation) -> float:
+        """Mean images a sample that go through the vision tower."""
+        slots = None if self.costs.layout is None else self.costs.layout.camera_slots
+        return self._mean("images") if slots is None or computation.vision_tokens == "valid" else float(slots)
+
+    def _mean(self, part: str) -> float:
+        total = sum(self.workload.values())
+        return float(sum(getattr(shape, part) * share for shape, share in self.workload.items()) / total)
+
     def _build(self, fields: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> PolicyCosts:
-        return PolicyCosts(fields, *_features(fields, self.sources), architecture, _patches(self.config))
+        parts = (fields, *_features(fields, self.sources), architecture, _patches(self.config))
+        return _policy_costs(json.dumps(parts, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=32)
+def _policy_costs(described: str) -> PolicyCosts:
+    """What has been counted of a policy once is known to all plans of a process."""
+    return PolicyCosts(*json.loads(described))
 
 
 def plan_training(config: Mapping[str, Any]) -> TrainingPlan:
@@ -170,7 +203,7 @@ def plan_training(config: Mapping[str, Any]) -> TrainingPlan:
     episodes = [episode.length for source in run.sources for episode in source.facts.episodes]
     policy_config = run.costs.policy.config
     chunk = len(policy_config.action_delta_indices or [0])
-    tokens = _mean_tokens(run)
+    tokens = run.tokens()
     return TrainingPlan(
         policy=run.support.display_name,
         real_name=None if run.support.real_fields is None else run.support.real_name,
@@ -245,25 +278,6 @@ def _patches(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return policy_patches(OmegaConf.create(node))
 
 
-def _mean_tokens(run: RunCosts) -> dict[str, float]:
-    layout, total = run.costs.layout, sum(run.workload.values())
-    if layout is None:
-        return {}
-
-    def mean(value: Any) -> float:
-        return float(sum(value(shape) * share for shape, share in run.workload.items()) / total)
-
-    slots = layout.camera_slots
-    blank = 0.0 if slots is None else mean(lambda shape: (slots - shape.images) * layout.image_tokens)
-    return {
-        "images": mean(lambda shape: shape.images * layout.image_tokens),
-        "prompt": mean(lambda shape: shape.prompt),
-        "actions": float(layout.action_tokens),
-        "blank_images": blank,
-        "prompt_padding": mean(lambda shape: shape.padding) - blank,
-    }
-
-
 def _variants(run: RunCosts, choice: Computation) -> dict[str, Computation]:
     """The variants to show; the config's own is added where it is none of them."""
     named = {"upstream": UPSTREAM}
@@ -278,10 +292,6 @@ def _variants(run: RunCosts, choice: Computation) -> dict[str, Computation]:
 
 def _variant(name: str, computation: Computation, run: RunCosts, means: Mapping[str, float]) -> VariantPlan:
     flops, upstream = run.costs.mean(run.workload, computation), run.costs.mean(run.workload)
-    images = sum(shape.images * share for shape, share in run.workload.items()) / sum(run.workload.values())
-    layout = run.costs.layout
-    if layout is not None and layout.camera_slots is not None and computation.vision_tokens == "upstream":
-        images = float(layout.camera_slots)
     valid = computed = None
     if means:
         valid = means["images"] + means["prompt"] + means["actions"] * computation.flow_samples
@@ -290,7 +300,7 @@ def _variant(name: str, computation: Computation, run: RunCosts, means: Mapping[
         name=name,
         computation=computation,
         tokens=computed,
-        images=images,
+        images=run.images(computation),
         utilisation=valid and computed and valid / computed,
         forward_flops=flops.forward,
         backward_flops=flops.backward,

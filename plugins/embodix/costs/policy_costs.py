@@ -8,8 +8,9 @@ those of every prompt.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +115,7 @@ class PolicyCosts:
         named = {name: value for name, value in fields.items() if name not in ("input_features", "output_features")}
         self.support = support_of(named["type"])
         self._patches = patches or {}
-        with patched(self._patches):
+        with patched(self._patches), _quiet():
             self.policy: Any = policy_skeleton(fed_config(named, inputs, outputs), architecture)
         self.policy.train()
         self.layout = self.support.sample_layout(self.policy)
@@ -163,7 +164,7 @@ class PolicyCosts:
         """
         key = (computation, shape, batch_size)
         if key not in self._counts:
-            with patched(self._patches):
+            with patched(self._patches), _quiet():
                 self._counts[key] = self._count(shape, computation, batch_size)
         return self._counts[key]
 
@@ -206,7 +207,9 @@ class PolicyCosts:
     ) -> Iterator[Flops]:
         """Operations of samples that differ in their prompts only, each times its share."""
         lengths = sorted(shares)
-        counted = lengths if len(lengths) <= 3 else [lengths[0], lengths[len(lengths) // 2], lengths[-1]]
+        longest = self.layout and self.layout.prompt_length
+        nodes = [1, longest // 2, longest] if longest else [lengths[0], lengths[len(lengths) // 2], lengths[-1]]
+        counted = lengths if len(lengths) == 1 or (len(lengths) <= 3 and not longest) else nodes
         for length in counted:
             share = sum(value * _lagrange(counted, length, x) for x, value in shares.items())
             count = self.count(SampleShape(images, int(length), padding), computation)
@@ -227,6 +230,18 @@ class PolicyCosts:
                 shape = dataclasses.replace(shape, padding=mean_padding)
             seen[shape] = seen.get(shape, 0.0) + share
         return seen
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what upstream prints and logs of a policy that it builds."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with redirect_stdout(None):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _lagrange(nodes: Sequence[float], node: float, x: float) -> float:

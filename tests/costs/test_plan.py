@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
-from embodix.policies.cost import padded_action_share, read_dataset_facts
-from embodix_pi05.cost import EMBODIX, Sample, flop_bound
-from embodix_pi05.cost_plan import camera_slots, plan_training, speed_bounds
-from embodix_pi05.cost_prompt import prompt_lengths, token_counter
-from embodix_pi05.cost_sizes import sizes_of
 
+from embodix.costs.dataset_facts import padded_action_share
+from embodix.costs.plan import RunCosts, plan_training, speed_bounds
+from embodix.costs.policy_costs import EMBODIX
+from embodix.costs.workload import token_counter
+from embodix.policies.support import support_of
+from embodix_pi05.counting import prompt_texts
 from embodix_pi05.testing import SMALL_ARCHITECTURE
 
 CAMERAS = ("observation.images.front", "observation.images.gripper")
@@ -72,6 +73,10 @@ def config_of(root: Path, **changes: Any) -> dict[str, Any]:
     return {**config, **changes}
 
 
+SMALL = {
+    "architecture": SMALL_ARCHITECTURE,
+    "policy": {"image_resolution": [28, 28], "chunk_size": 6, "n_action_steps": 6, "empty_cameras": 1, "type": "pi05"},
+}
 FAST = {"packing": {"name": "padding_free"}, "attention": {"name": "auto"}, "vision_tokens": {"name": "valid"}}
 
 
@@ -95,38 +100,38 @@ def test_tokens_waste_and_bound_of_a_data_set(write_metadata):
 
 def test_each_task_weighs_by_its_frames(write_metadata):
     long_task = "Open the door of the cabinet " * 3
-    few = plan_training(config_of(write_metadata([(90, "Reach"), (10, long_task)])))
+    few = RunCosts(config_of(write_metadata([(90, "Reach"), (10, long_task)])))
     short, long = few.prompts
     assert short.longest < long.shortest
-    lengths = few.tokens["prompt"] - short.shortest
+    lengths = few.tokens()["prompt"] - short.shortest
     assert 0 < lengths < 0.3 * (long.longest - short.shortest)
 
 
 def test_only_the_chosen_episodes_count(write_metadata):
     root = write_metadata([(30, "Reach"), (70, "Open the door")])
     config = config_of(root, dataset={"repo_id": "me/robot", "root": str(root), "episodes": [1]})
-    assert plan_training(config).num_frames == 70
+    assert RunCosts(config).workload.keys() and sum(RunCosts(config).workload.values()) == pytest.approx(70)
     config["dataset"]["episodes"] = [1, 7]
     with pytest.raises(ValueError, match=r"must lie in 0\.\.1; got 7"):
-        plan_training(config)
+        RunCosts(config)
 
 
 def test_cameras_absent_in_some_episodes_are_blank_there(write_metadata):
     episodes = [(50, "Reach"), (50, "Reach")]
-    plan = plan_training(config_of(write_metadata(episodes, absent={1: [False, True]})))
-    assert plan.tokens["images"] == 1.5 * 256
-    assert plan.tokens["blank_images"] == 1.5 * 256
-    assert plan.variants[-1].images == 1.5
+    run = RunCosts(config_of(write_metadata(episodes, absent={1: [False, True]})))
+    assert run.tokens()["images"] == pytest.approx(1.5 * 256)
+    assert run.tokens()["blank_images"] == pytest.approx(1.5 * 256)
+    assert run.images(EMBODIX) == pytest.approx(1.5)
 
 
 def test_a_choice_of_its_own_is_a_variant_of_its_own(write_metadata):
     root = write_metadata([(30, "Reach")])
-    plan = plan_training(config_of(root, packing={"name": "padding_free"}, attention={"name": "segment_gemm"}))
+    plan = plan_training(config_of(root, **SMALL, packing={"name": "padding_free"}, attention={"name": "segment_gemm"}))
     assert plan.chosen == "this config"
     assert plan.variants[-1].computation.attention == "segment_gemm"
-    named_backend = plan_training(config_of(root, **{**FAST, "attention": {"name": "segment_gemm"}}))
+    named_backend = plan_training(config_of(root, **SMALL, **{**FAST, "attention": {"name": "segment_gemm"}}))
     assert named_backend.chosen == "this config"
-    assert named_backend.variants[-1].bound == plan_training(config_of(root, **FAST)).variants[3].bound
+    assert named_backend.variants[-1].bound == plan_training(config_of(root, **SMALL, **FAST)).variants[3].bound
 
 
 @pytest.mark.parametrize("chunk_size", [1, 10, 50])
@@ -139,22 +144,23 @@ def test_the_padded_action_share_is_exact(lengths, chunk_size):
 
 
 def test_state_numbers_follow_the_normalisation_that_training_applies():
-    texts = []
-
-    def record(text: str) -> int:
-        texts.append(text)
-        return 10
-
-    assert prompt_lengths("open_the\ndoor", STATE, "QUANTILES", record, 200) == {10: pytest.approx(1.0)}
+    shares = prompt_texts({}, "open_the\ndoor", STATE)
+    texts = list(shares)
+    assert sum(shares.values()) == pytest.approx(1.0)
     assert texts[0] == "Task: open the door, State: 0 0;\nAction: "
     assert texts[1] == "Task: open the door, State: 64 25;\nAction: "
     assert texts[4].endswith("State: 255 255;\nAction: ")
     edges = np.linspace(-1, 1, 257)[:-1]
-    texts.clear()
-    prompt_lengths("x", {"q50": [-1.5, -0.3, 0.0, 0.7]}, "IDENTITY", record, 200)
+    identity = {"normalization_mapping": {"STATE": "IDENTITY"}}
+    (text,) = prompt_texts(identity, "x", {"mean": [-1.5, -0.3, 0.0, 0.7]})
     expected = np.digitize([-1.5, -0.3, 0.0, 0.7], edges) - 1
-    assert " ".join(map(str, expected)) in texts[2]
-    assert prompt_lengths("x", STATE, "QUANTILES", lambda text: 999, 200) == {200: pytest.approx(1.0)}
+    assert " ".join(map(str, expected)) in text
+
+
+def test_prompts_are_cut_where_upstream_cuts_them(write_metadata):
+    run = RunCosts(config_of(write_metadata([(30, "Reach " * 300)])))
+    assert (run.prompts[0].shortest, run.prompts[0].longest) == (200, 200)
+    assert run.tokens()["prompt"] == pytest.approx(200)
 
 
 def test_prompt_lengths_are_those_that_upstream_tokenizes(demonstrations):
@@ -170,31 +176,28 @@ def test_prompt_lengths_are_those_that_upstream_tokenizes(demonstrations):
         frames = [dataset[index] for index in range(0, len(dataset), 5)]
         masks = [preprocess(frame)["observation.language.attention_mask"] for frame in frames]
     tokenized = [int(mask.sum()) for mask in masks]
-    plan = plan_training(config_of(demonstrations, tokenizer={"directory": str(demonstrations / "tokenizer")}))
+    plan = RunCosts(config_of(demonstrations, tokenizer={"directory": str(demonstrations / "tokenizer")}))
     assert "counted with the tokenizer" in plan.prompt_source
-    assert plan.tokens["prompt"] == pytest.approx(np.mean(tokenized), abs=1.5)
+    assert plan.tokens()["prompt"] == pytest.approx(np.mean(tokenized), abs=1.5)
     assert min(prompt.shortest for prompt in plan.prompts) <= min(tokenized) + 3
 
 
 def test_without_a_tokenizer_the_plan_says_that_it_estimates(write_metadata):
-    plan = plan_training(config_of(write_metadata([(30, "Reach")])))
-    assert "estimates" in plan.prompt_source
-    count, _ = token_counter("nowhere")
+    config = config_of(write_metadata([(30, "Reach")]))
+    assert "estimates" in RunCosts(config).prompt_source
+    count, _ = token_counter(config, support_of("pi05"))
     words, digits, marks = 4, 5, 6  # marks: three colons, a comma, a semicolon, a line end
     assert count("Task: Reach, State: 12 255;\nAction: ") == 1 + words + digits + marks
 
 
 def test_bounds_of_a_comparison_name_the_real_size(write_metadata):
     root = write_metadata([(30, "Reach")])
-    policy = {"image_resolution": [28, 28], "chunk_size": 6, "empty_cameras": 1}
-    small = {"architecture": SMALL_ARCHITECTURE, "policy": policy}
-    configs = {"upstream": config_of(root, **small), "embodix": config_of(root, **small, **FAST)}
+    configs = {"upstream": config_of(root, **SMALL), "embodix": config_of(root, **SMALL, **FAST)}
     bounds = speed_bounds(configs, "upstream")
     assert list(bounds) == ["embodix"]
     assert bounds["embodix"].this_size > 2
-    prompt = plan_training(configs["upstream"]).tokens["prompt"]
-    real = flop_bound(sizes_of({}), {Sample(2, 1, round(prompt)): 1}, EMBODIX)
-    assert bounds["embodix"].real_size == pytest.approx(real, rel=0.01)
+    real = RunCosts(config_of(root))
+    assert bounds["embodix"].real_size == pytest.approx(real.real_bound(EMBODIX), rel=0.01)
     assert "2 real and 1 blank cameras" in bounds["embodix"].basis
     at_real_size = {name: config_of(root, **groups) for name, groups in (("upstream", {}), ("embodix", FAST))}
     assert speed_bounds(at_real_size, "upstream")["embodix"].real_size is None
@@ -205,18 +208,17 @@ def test_cameras_are_matched_to_the_slots_of_the_policy(write_metadata):
     slots = {name: {"type": "VISUAL", "shape": [3, 56, 56]} for name in ("observation.images.front", "a", "b")}
     policy = {"type": "pi05", "input_features": slots, "empty_cameras": 1}
     config = config_of(root, policy=policy, rename_map={"observation.images.gripper": "a"})
-    facts = read_dataset_facts(config["dataset"])
-    present, blank = camera_slots(config, facts)
+    present, blank = RunCosts(config).cameras()
     assert present == ["observation.images.front", "a"]
     assert blank == ["b", "observation.images.empty_camera_0"]
     with pytest.raises(ValueError, match=r"gripper of the data set is in no slot.*front, a, b.*front, .*gripper"):
-        camera_slots(config_of(root, policy=policy), facts)
+        RunCosts(config_of(root, policy=policy))
 
 
 def test_what_is_missing_is_named(tmp_path, write_metadata):
     with pytest.raises(ValueError, match=r"has no meta/info\.json.*lerobot data metaworld"):
-        plan_training(config_of(tmp_path / "absent"))
+        RunCosts(config_of(tmp_path / "absent"))
     root = write_metadata([(30, "Reach")])
     (root / "meta" / "tasks.parquet").unlink()
     with pytest.raises(ValueError, match=r"no meta/tasks\.parquet"):
-        plan_training(config_of(root))
+        RunCosts(config_of(root))
