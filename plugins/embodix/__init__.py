@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""embodix: exact, fast training of vision-language-action models inside upstream LeRobot and RLinf.
+"""embodix: exact, fast training of vision-language-action models inside upstream hosts.
 
 Importing this package imports no torch and no host; it offers the plugin marker and the registration record.
 """

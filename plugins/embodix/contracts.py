@@ -320,7 +320,7 @@ class PolicySupport:
         Raises:
             NotOfferedError: there is none.
         """
-        raise self._not_offered("a flow with log-probabilities, which reinforcement learning needs", "another policy")
+        raise self._not_offered("a flow with log-probabilities, which training from rollouts needs", "another policy")
 
     # costs
 

@@ -63,7 +63,7 @@ class EmbodixSpec:
 
     @hookspec
     def register_runners(self) -> list[Registration]:
-        """Name the reinforcement-learning runners: they schedule rollout, training and weight exchange."""
+        """Name the runners: they schedule rollout, training and weight exchange."""
         raise NotImplementedError
 
     @hookspec

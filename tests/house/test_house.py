@@ -22,6 +22,8 @@ SUBJECTS = {
     "a number format": ("fp8", "float8", "e4m3"),
     "reinforcement learning": ("rlinf", "reinforcement", "rl_vla3"),
 }
+# A container's names of its element types, which are torch's and safetensors' own.
+ELEMENT_TYPES = re.compile(r"torch\.float8_e\dm\d(fn)?|F8_E\dM\d")
 CORE = (REPOSITORY / "plugins" / "embodix", REPOSITORY / "hydra_conf", REPOSITORY / "patches")
 
 
@@ -50,7 +52,7 @@ def lines_with(words: tuple[str, ...], files: list[Path]) -> list[str]:
         f"{path.relative_to(REPOSITORY)}:{number}: {line.strip()}"
         for path in files
         for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if pattern.search(line)
+        if pattern.search(ELEMENT_TYPES.sub("", line))
     ]
 
 

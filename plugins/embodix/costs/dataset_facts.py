@@ -79,7 +79,7 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     if not (root / "meta" / "info.json").is_file():
         raise ValueError(
             f"A plan reads the metadata of a LeRobotDataset; {root} has no meta/info.json. Record one with "
-            "`lerobot data metaworld`, set dataset.root, or fetch the metadata alone: "
+            "`lerobot data <source>`, set dataset.root, or fetch the metadata alone: "
             f"hf download {dataset.get('repo_id')} --repo-type dataset --include 'meta/*' --local-dir <dataset.root>."
         )
     info = json.loads((root / "meta" / "info.json").read_text())

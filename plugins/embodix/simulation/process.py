@@ -3,7 +3,7 @@
 
 `SimulatorProcess` is one such process: how it is started, what passes between it and its owner, and how it ends. What
 is asked there, when its answer is late and what is done after a loss is its owner's to know: evaluation repeats an
-episode from its seed and its actions, reinforcement learning builds the environments again and begins other episodes.
+episode from its seed and its actions, training from rollouts builds the environments again and begins other ones.
 
 Importing this module imports neither torch nor LeRobot: the process does, and starts faster without them.
 """
