@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lerobot plan` composes the train config, prints tables or JSON, and loads no torch."""
+"""`lerobot plan` composes the train config, prints tables or JSON, and needs torch only to count."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def dataset(tmp_path):
 
 
 def plan(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the verb in a process of its own, which fails if torch was loaded."""
+    """Run the verb in a process of its own, which fails if it loaded torch to show its config."""
     code = (
         "import sys; from embodix.cli.main import dispatch; code = dispatch('lerobot', ['plan', *sys.argv[1:]]);"
-        "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(code)"
+        "assert 'torch' not in sys.modules or '--cfg' not in sys.argv, 'torch was imported'; sys.exit(code)"
     )
     environment = os.environ | {"COLUMNS": "140", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments]
@@ -55,6 +55,22 @@ def test_json_is_all_that_is_printed(tmp_path, dataset):
     assert record["chosen"] == "embodix"
     assert record["features"]["packing"] == "padding_free"
     assert record["variants"][3]["bound"] > record["variants"][3]["real_bound"] > 1.5
+
+
+def test_a_policy_that_nobody_registered_is_planned_as_upstream_runs_it(tmp_path, dataset):
+    fields = ["policy.type=act", "+policy.pretrained_backbone_weights=null", "+policy.chunk_size=10"]
+    done = plan(tmp_path, *fields, "+policy.n_action_steps=10", f"dataset.root={dataset}", "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    (upstream,) = record["variants"]
+    assert (upstream["name"], upstream["bound"], upstream["tokens"]) == ("upstream", 1.0, None)
+    assert upstream["forward_flops"] > 1e8 and upstream["memory"]["activations"] > 1e6
+
+
+def test_the_config_is_shown_without_torch(tmp_path):
+    done = plan(tmp_path, "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    assert "packing:" in done.stdout
 
 
 def test_a_missing_data_set_is_an_error_that_says_what_to_do(tmp_path):

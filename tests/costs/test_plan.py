@@ -12,10 +12,11 @@ import numpy as np
 import pandas
 import pytest
 
+from embodix.contracts import SampleLayout, SampleShape
 from embodix.costs.dataset_facts import padded_action_share
 from embodix.costs.plan import RunCosts, plan_training, speed_bounds
 from embodix.costs.policy_costs import EMBODIX
-from embodix.costs.workload import token_counter
+from embodix.costs.workload import padded, token_counter
 from embodix.policies.support import support_of
 from embodix_pi05.counting import prompt_texts
 from embodix_pi05.testing import SMALL_ARCHITECTURE
@@ -222,3 +223,29 @@ def test_what_is_missing_is_named(tmp_path, write_metadata):
     (root / "meta" / "tasks.parquet").unlink()
     with pytest.raises(ValueError, match=r"no meta/tasks\.parquet"):
         RunCosts(config_of(root))
+
+
+def test_a_mixture_draws_by_weight_and_fills_the_slots_of_all_members(write_metadata):
+    root = write_metadata([(30, "Reach"), (70, "Open the door of the cabinet")])
+    repo = {"repo_id": "me/robot", "root": str(root)}
+    both = {**repo, "episodes": [1], "cameras": {"front": "base", "gripper": "wrist"}, "weight": 0.75}
+    one = {**repo, "episodes": [0], "cameras": {"front": "base", "gripper": None}, "weight": 0.25}
+    run = RunCosts(config_of(root, **SMALL, dataset={"members": {"two": both, "one": one}}))
+    slots = ["observation.images.base", "observation.images.wrist"]
+    assert run.cameras() == (slots, ["observation.images.empty_camera_0"])
+    assert run.images(EMBODIX) == pytest.approx(0.75 * 2 + 0.25 * 1)
+    assert sum(run.tokens().values()) == pytest.approx(3 * 4 + 200 + 6)
+    assert [prompt.task for prompt in run.prompts] == ["Open the door of the cabinet", "Reach"]
+
+
+def test_prompts_that_are_padded_to_the_longest_of_a_batch():
+    layout = SampleLayout(image_tokens=4, action_tokens=10)
+    alone = padded({(2, 9): 3.0, (2, 12): 1.0}, layout, 1)
+    assert {shape: share for shape, share in alone.items() if share} == {
+        SampleShape(2, 9): 3.0,
+        SampleShape(2, 12): 1.0,
+    }
+    pairs = padded({(2, 9): 3.0, (2, 12): 1.0}, layout, 2)
+    assert pairs == pytest.approx(
+        {SampleShape(2, 9): 3 * 0.75, SampleShape(2, 9, 3): 3 * 0.25, SampleShape(2, 12): 1.0}
+    )

@@ -58,7 +58,8 @@ def unfed_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
         "observation.images.camera": {"type": "VISUAL", "shape": [3, *size]},
         "observation.state": {"type": "STATE", "shape": [fields["max_state_dim"]]},
     }
-    return fed_config(fields, inputs, {"action": {"type": "ACTION", "shape": [fields["max_action_dim"]]}})
+    named = {name: value for name, value in fields.items() if value is not None}
+    return fed_config(named, inputs, {"action": {"type": "ACTION", "shape": [fields["max_action_dim"]]}})
 
 
 def fed_config(
@@ -69,10 +70,9 @@ def fed_config(
     Raises:
         ValueError: fields that upstream's config does not have.
     """
-    named = {name: value for name, value in fields.items() if value is not None}
     features = {"input_features": dict(inputs), "output_features": dict(outputs), "device": "cpu"}
     try:
-        config: PreTrainedConfig = draccus.decode(PreTrainedConfig, {**named, **features})
+        config: PreTrainedConfig = draccus.decode(PreTrainedConfig, {**fields, **features})
     except Exception as error:  # draccus raises several unrelated kinds for a bad value
         raise ValueError(f"Upstream's config rejects a value: {error}") from error
     return config

@@ -32,16 +32,14 @@ class DatasetFacts:
     Attributes:
         name: repo id.
         episodes: those that are used.
-        cameras: image keys.
-        image_shapes: of each camera, channels first.
+        cameras: image keys, with the shape of an image, channels first.
         widths: dimensions of state and action, where the data set has them.
         state_stats: statistics of ``observation.state`` by name (``q01``, ``mean``, ...), one value a dimension.
     """
 
     name: str
     episodes: list[Episode]
-    cameras: list[str]
-    image_shapes: list[list[int]]
+    cameras: dict[str, list[int]]
     widths: dict[str, int]
     state_stats: dict[str, list[float]]
 
@@ -86,12 +84,10 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     stats_path = root / "meta" / "stats.json"
     stats = json.loads(stats_path.read_text()) if stats_path.is_file() else {}
     features = info["features"]
-    cameras = {key: feature for key, feature in features.items() if feature["dtype"] in ("image", "video")}
     return DatasetFacts(
         name=str(dataset.get("repo_id") or root.name),
         episodes=_read_episodes(root, dataset.get("episodes"), CAMERA_IS_PAD in features),
-        cameras=list(cameras),
-        image_shapes=[_channels_first(feature["shape"]) for feature in cameras.values()],
+        cameras={key: _channels_first(f["shape"]) for key, f in features.items() if f["dtype"] in ("image", "video")},
         widths={key: features[key]["shape"][0] for key in ("observation.state", "action") if key in features},
         state_stats={name: _flat(values) for name, values in stats.get("observation.state", {}).items()},
     )

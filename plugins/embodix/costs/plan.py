@@ -259,11 +259,7 @@ def speed_bounds(configs: Mapping[str, Mapping[str, Any]], baseline: str) -> dic
 def _features(fields: Mapping[str, Any], sources: list[Source]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the policy is fed: declared cameras, else those of the data; state and action of the widest data set."""
     declared = {key: f for key, f in (fields.get("input_features") or {}).items() if str(f["type"]) == "VISUAL"}
-    found = {
-        slot: {"type": "VISUAL", "shape": shape}
-        for source in sources
-        for slot, shape in zip(source.slots, source.facts.image_shapes, strict=False)
-    }
+    found = {slot: {"type": "VISUAL", "shape": shape} for source in sources for slot, shape in source.slots.items()}
     widths = {
         key: max(source.facts.widths.get(key, 0) for source in sources) or fields.get(limit, 1)
         for key, limit in (("observation.state", "max_state_dim"), ("action", "max_action_dim"))

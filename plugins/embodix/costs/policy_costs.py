@@ -8,6 +8,7 @@ those of every prompt.
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -101,7 +102,7 @@ class PolicyCosts:
         patches: of upstream's policies, in force while it is built and while it runs.
 
     Raises:
-        ValueError: fields that upstream's config does not have.
+        ValueError: fields that upstream's config does not have, or a policy that can't be built without its weights.
     """
 
     def __init__(
@@ -115,8 +116,15 @@ class PolicyCosts:
         named = {name: value for name, value in fields.items() if name not in ("input_features", "output_features")}
         self.support = support_of(named["type"])
         self._patches = patches or {}
-        with patched(self._patches), _quiet():
-            self.policy: Any = policy_skeleton(fed_config(named, inputs, outputs), architecture)
+        upstream_config = fed_config(named, inputs, outputs)
+        try:
+            with patched(self._patches), _quiet():
+                self.policy: Any = policy_skeleton(upstream_config, architecture)
+        except OSError as error:
+            raise NotOfferedError(
+                f"Building policy.type={named['type']} asks for files that are not here: {error}. Name them in its "
+                "fields, or set the field that asks for them to null."
+            ) from error
         self.policy.train()
         self.layout = self.support.sample_layout(self.policy)
         self._counts: dict[tuple[Computation, SampleShape, int], StepCount] = {}
@@ -238,7 +246,7 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
-        with redirect_stdout(None):
+        with redirect_stdout(io.StringIO()):
             yield
     finally:
         logging.disable(before)

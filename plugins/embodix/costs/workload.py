@@ -22,12 +22,12 @@ class Source:
 
     Attributes:
         facts: from its metadata.
-        slots: the policy's camera slots that it fills.
+        slots: the policy's camera slots that it fills, with the shape of an image.
         weight: of one of its frames.
     """
 
     facts: DatasetFacts
-    slots: list[str]
+    slots: dict[str, list[int]]
     weight: float = 1.0
 
 
@@ -55,13 +55,14 @@ def read_sources(config: Mapping[str, Any]) -> list[Source]:
     spec, sources = decode_mixture(config["dataset"]), []
     for member in spec.members:
         facts = read_dataset_facts(vars(member))
-        slots = [slot for slot in map_cameras(member, tuple(facts.cameras), declared).values() if slot is not None]
+        cameras = map_cameras(member, tuple(facts.cameras), declared)
+        slots = {slot: facts.cameras[camera] for camera, slot in cameras.items() if slot is not None}
         sources.append(Source(facts, slots, 1.0 if member.weight is None else member.weight / facts.num_frames))
     return sources
 
 
-def _filled_slots(facts: DatasetFacts, declared: tuple[str, ...], renamed: Mapping[str, str]) -> list[str]:
-    present = [renamed.get(camera, camera) for camera in facts.cameras]
+def _filled_slots(facts: DatasetFacts, declared: tuple[str, ...], renamed: Mapping[str, str]) -> dict[str, list[int]]:
+    present = {renamed.get(camera, camera): shape for camera, shape in facts.cameras.items()}
     strangers = [camera for camera in present if declared and camera not in declared]
     if strangers:
         raise ValueError(
