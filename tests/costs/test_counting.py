@@ -14,31 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-<<<<<<< HEAD
-from embodix.attention.segment import SegmentSdpa
-from embodix.packing.packers import PaddedPacker, PaddingFreePacker
-from embodix_pi05.cost import (
-    EMBODIX,
-    UPSTREAM,
-    Computation,
-    Sample,
-    computation_of,
-    flop_bound,
-    real_sizes,
-    step_flops,
-    token_shares,
-)
-from embodix_pi05.cost_sizes import num_parameters, parameter_groups, sizes_of
-
-=======
 from torch import nn
 
-from embodix.attention.segment import SegmentSdpa
+from embodix.attention.cpu import SegmentSdpa
 from embodix.contracts import NotOfferedError, SampleShape
 from embodix.costs.counting import CountedAttention, count_step
 from embodix.costs.policy_costs import EMBODIX, UPSTREAM, Computation, PolicyCosts, computation_of
-from embodix.packing.packers import PaddingFreePacker
->>>>>>> h-count
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
 from embodix.training.flops import flop_counter
