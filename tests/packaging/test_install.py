@@ -15,30 +15,31 @@ import json
 from importlib.resources import files
 from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
-from embodix.config.compose import compose
+from embodix.config.compose import compose, config_packages
 
-root = Path(str(files("embodix.hydra_conf")))
-primaries = {p.stem: OmegaConf.load(p).get("defaults", []) for p in sorted(root.glob("*.yaml"))}
+roots = {package: Path(str(files(package))) for package in config_packages()}
+primaries = {p.stem: OmegaConf.load(p).get("defaults", []) for r in roots.values() for p in sorted(r.glob("*.yaml"))}
 owner = {}
 for primary, defaults in sorted(primaries.items(), key=lambda item: item[0] != "train"):
     for entry in defaults:
         if isinstance(entry, DictConfig):
             owner.setdefault(str(next(iter(entry))).split()[-1].lstrip("/"), primary)
-composed = []
 for primary in primaries:
     compose(primary, [])
-    composed.append(f"{primary}.yaml")
-for path in sorted(root.glob("*/**/*.yaml")):
-    group, option = str(path.relative_to(root).parent), path.stem
-    override = f"{group}={option}" if group in owner else f"+{group}={option}"
-    of_rl = group == "experiment" and option.startswith("rl_")
-    config = compose("rl" if of_rl else owner.get(group, "train"), [override])
-    content = OmegaConf.load(path)
-    if not path.read_text().startswith("# @package _global_") and len(content):
-        assert isinstance(config[group], DictConfig), f"{override} did not land as a mapping"
-        assert set(content) - {"defaults"} <= set(config[group]), f"{override} lost keys"
-    composed.append(f"{group}/{option}.yaml")
-print(json.dumps({"root": str(root), "composed": sorted(composed)}))
+composed = []
+for package, root in roots.items():
+    composed += [f"{package}/{path.name}" for path in root.glob("*.yaml")]
+    for path in sorted(root.glob("*/**/*.yaml")):
+        group, option = str(path.relative_to(root).parent), path.stem
+        override = f"{group}={option}" if group in owner else f"+{group}={option}"
+        of_rl = group == "experiment" and option.startswith("rl_")
+        config = compose("rl" if of_rl else owner.get(group, "train"), [override])
+        content = OmegaConf.load(path)
+        if not path.read_text().startswith("# @package _global_") and len(content):
+            assert isinstance(config[group], DictConfig), f"{override} did not land as a mapping"
+            assert set(content) - {"defaults"} <= set(config[group]), f"{override} lost keys"
+        composed.append(f"{package}/{group}/{option}.yaml")
+print(json.dumps({"composed": sorted(composed)}))
 """
 
 APPLY_EVERY_PATCH = """
@@ -48,13 +49,13 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from embodix.patching import apply_patch, is_applied, patch_module, patch_names, undo_patch
 
-def small(policy):
-    config = OmegaConf.load(Path(str(files("embodix.hydra_conf"))) / "policy" / f"{policy}.yaml")
+def small(package, policy):
+    config = OmegaConf.load(Path(str(files(f"{package}.hydra_conf"))) / "policy" / f"{policy}.yaml")
     return {"architecture": OmegaConf.to_container(config.architecture)}
 
 OPTIONS = {
-    "lerobot_pi05_sizes": small("pi05_small"),
-    "lerobot_groot_sizes": small("groot_n15_small"),
+    "lerobot_pi05_sizes": small("embodix_pi05", "pi05_small"),
+    "lerobot_groot_sizes": small("embodix_groot", "groot_n15_small"),
     "lerobot_quantized_checkpoint": {"policy_type": "groot"},
 }
 
@@ -108,15 +109,18 @@ def test_installed_package_is_the_one_that_was_installed(environment):
 
 def test_every_config_group_composes(environment):
     report = json.loads(environment.run_python(COMPOSE_EVERYTHING))
-    wanted = sorted(str(p.relative_to(REPOSITORY / "hydra_conf")) for p in REPOSITORY.glob("hydra_conf/**/*.yaml"))
-    assert report["composed"] == wanted
-    assert len(wanted) > 20
+    folders = {"embodix": REPOSITORY / "hydra_conf"}
+    folders |= {path.parent.name: path for path in REPOSITORY.glob("plugins/embodix_*/hydra_conf")}
+    wanted = {f"{name}.hydra_conf/{p.relative_to(f)}" for name, f in folders.items() for p in f.glob("**/*.yaml")}
+    assert report["composed"] == sorted(wanted)
+    assert len(wanted) > 80
 
 
 def test_every_patch_applies_and_is_undone(environment):
     applied = json.loads(environment.run_python(APPLY_EVERY_PATCH).splitlines()[-1])
-    assert set(applied) == {p.stem for p in REPOSITORY.glob("patches/[!_]*.py") if not p.stem.startswith("rlinf_")}
-    assert applied and all(count > 0 for count in applied.values()), applied
+    files = [*REPOSITORY.glob("patches/[!_]*.py"), *REPOSITORY.glob("plugins/embodix_*/patches/[!_]*.py")]
+    assert set(applied) == {path.stem for path in files if not path.stem.startswith("rlinf_")}
+    assert len(applied) > 10 and all(count > 0 for count in applied.values()), applied
 
 
 def test_hydra_lists_embodix_on_any_search_path(environment):

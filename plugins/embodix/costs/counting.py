@@ -29,7 +29,7 @@ _AUTOCAST = {F.linear, F.conv2d, torch.matmul, torch.bmm, torch.baddbmm, Tensor.
 
 
 @dataclass(frozen=True)
-class StepCount:
+class CountedStep:
     """One training step of a batch.
 
     Attributes:
@@ -46,7 +46,7 @@ class StepCount:
 
 def count_step(
     policy: nn.Module, batch: Mapping[str, Any], attention: CountedAttention, host_keys: tuple[str, ...] = ()
-) -> StepCount:
+) -> CountedStep:
     """Forward and backward pass of a policy that is on the meta device.
 
     Args:
@@ -65,7 +65,7 @@ def count_step(
             loss.backward()
     backward = counter.get_total_flops() + attention.flops
     memory.close()
-    return StepCount(forward, backward, memory.peak(), memory.gradients)
+    return CountedStep(forward, backward, memory.peak(), memory.gradients)
 
 
 class CountedAttention:

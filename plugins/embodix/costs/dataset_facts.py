@@ -17,7 +17,7 @@ CAMERA_IS_PAD = "camera_is_pad"
 
 
 @dataclass(frozen=True)
-class Episode:
+class EpisodeFacts:
     """One episode: its length in frames, its task, and how many cameras are absent in it."""
 
     length: int
@@ -38,7 +38,7 @@ class DatasetFacts:
     """
 
     name: str
-    episodes: list[Episode]
+    episodes: list[EpisodeFacts]
     cameras: dict[str, list[int]]
     widths: dict[str, int]
     state_stats: dict[str, list[float]]
@@ -106,7 +106,7 @@ def padded_action_share(lengths: Sequence[int], chunk_size: int) -> float:
     return padded / (chunk_size * sum(lengths))
 
 
-def _read_episodes(root: Path, chosen: Sequence[int] | None, has_absent_cameras: bool) -> list[Episode]:
+def _read_episodes(root: Path, chosen: Sequence[int] | None, has_absent_cameras: bool) -> list[EpisodeFacts]:
     import pandas
 
     files = sorted((root / "meta" / "episodes").glob("**/*.parquet"))
@@ -119,7 +119,7 @@ def _read_episodes(root: Path, chosen: Sequence[int] | None, has_absent_cameras:
     table = pandas.concat([pandas.read_parquet(file, columns=columns) for file in files])
     absent = _absent_cameras(root) if has_absent_cameras else {}
     episodes = {
-        int(row.episode_index): Episode(int(row.length), str(row.tasks[0]), absent.get(int(row.episode_index), 0))
+        int(row.episode_index): EpisodeFacts(int(row.length), str(row.tasks[0]), absent.get(int(row.episode_index), 0))
         for row in table.itertuples()
     }
     wanted = sorted(episodes) if chosen is None else list(chosen)

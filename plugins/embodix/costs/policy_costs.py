@@ -21,7 +21,7 @@ from torch import Tensor
 
 from embodix.checkpoints.skeleton import fed_config, policy_skeleton
 from embodix.contracts import NotOfferedError, SampleShape
-from embodix.costs.counting import CountedAttention, StepCount, count_step
+from embodix.costs.counting import CountedAttention, CountedStep, count_step
 from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.patching import patched
 from embodix.policies.settings import FastPathSettings
@@ -127,7 +127,7 @@ class PolicyCosts:
             ) from error
         self.policy.train()
         self.layout = self.support.sample_layout(self.policy)
-        self._counts: dict[tuple[Computation, SampleShape, int], StepCount] = {}
+        self._counts: dict[tuple[Computation, SampleShape, int], CountedStep] = {}
 
     @property
     def num_parameters(self) -> int:
@@ -164,7 +164,7 @@ class PolicyCosts:
         held = sum(parameter.numel() * parameter.element_size() for parameter in self.policy.parameters())
         return MemoryCount(held, count.gradients, 2 * count.gradients, count.activations)
 
-    def count(self, shape: SampleShape, computation: Computation = UPSTREAM, batch_size: int = 1) -> StepCount:
+    def count(self, shape: SampleShape, computation: Computation = UPSTREAM, batch_size: int = 1) -> CountedStep:
         """One step of a batch of equal samples.
 
         Raises:
@@ -176,7 +176,7 @@ class PolicyCosts:
                 self._counts[key] = self._count(shape, computation, batch_size)
         return self._counts[key]
 
-    def _count(self, shape: SampleShape, computation: Computation, batch_size: int) -> StepCount:
+    def _count(self, shape: SampleShape, computation: Computation, batch_size: int) -> CountedStep:
         batch = self.support.sample_batch(self.policy, shape, batch_size)
         if batch is None:
             batch = feature_batch(self.policy.config, batch_size)
