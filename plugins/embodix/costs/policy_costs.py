@@ -119,7 +119,7 @@ class PolicyCosts:
         upstream_config = fed_config(named, inputs, outputs)
         try:
             with patched(self._patches), _quiet():
-                self.policy: Any = policy_skeleton(upstream_config, architecture)
+                self.policy: Any = policy_skeleton(upstream_config, architecture).to("meta")  # buffers, too
         except OSError as error:
             raise NotOfferedError(
                 f"Building policy.type={named['type']} asks for files that are not here: {error}. Name them in its "
