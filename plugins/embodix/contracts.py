@@ -327,11 +327,10 @@ class PolicySupport:
     def sample_batch(self, policy: Any, shape: SampleShape, batch_size: int) -> dict[str, Tensor]:
         """A preprocessed training batch of equal samples on the CPU; values do not matter, those of masks do.
 
-        By default it is made of the features of the policy's config.
+        Raises:
+            NotOfferedError: not known; upstream's computation is then fed what its config declares.
         """
-        from embodix.costs.feature_batch import feature_batch
-
-        return feature_batch(policy.config, batch_size)
+        raise self._not_offered("a batch of samples of a given size", "upstream's own computation")
 
     def prompt_texts(
         self, policy: Mapping[str, Any], task: str, images: int, state_stats: Mapping[str, list[float]]

@@ -120,7 +120,7 @@ class RunCosts:
         if any(self.policy_fields.get(name) for name in recomputing):
             self.saving = self._build(self.policy_fields, config.get("architecture"))
         self._plain = plain
-        longest = self.costs.layout and self.costs.layout.prompt_length
+        longest = None if self.costs.layout is None else self.costs.layout.prompt_length
         self.draws, self.prompts, self.prompt_source = draws_of(config, self.support, self.sources, longest)
         self.workload = padded(self.draws, self.costs.layout, self.batch_size)
         self._real: tuple[PolicyCosts, Workload] | None = None

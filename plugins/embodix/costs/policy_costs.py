@@ -15,6 +15,8 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from torch import Tensor
 
 from embodix.checkpoints.skeleton import fed_config, policy_skeleton
@@ -175,7 +177,10 @@ class PolicyCosts:
         return self._counts[key]
 
     def _count(self, shape: SampleShape, computation: Computation, batch_size: int) -> StepCount:
-        batch = self.support.sample_batch(self.policy, shape, batch_size)
+        if self.support.offers("sample_batch"):
+            batch = self.support.sample_batch(self.policy, shape, batch_size)
+        else:
+            batch = _feature_batch(self.policy.config, batch_size)
         valued = self.support.valued_keys
         attention = CountedAttention()
         if not computation.is_upstream:
@@ -263,3 +268,21 @@ def _moved(value: Any) -> Any:
 
 def _on_meta(batch: Mapping[str, Any], which: Any) -> dict[str, Any]:
     return {key: _moved(value) if isinstance(value, Tensor) and which(value) else value for key, value in batch.items()}
+
+
+def _feature_batch(config: Any, batch_size: int) -> dict[str, Tensor]:
+    """The features that a config declares, as upstream's loader stacks them: several steps where it asks for steps."""
+
+    def shape(deltas: Sequence[int] | None, feature: Sequence[int]) -> tuple[int, ...]:
+        steps = () if deltas is None else (len(deltas),)
+        return (batch_size, *steps, *feature)
+
+    inputs = {key: shape(config.observation_delta_indices, f.shape) for key, f in config.input_features.items()}
+    actions = shape(config.action_delta_indices, config.output_features[ACTION].shape)
+    batch = {key: torch.zeros(size) for key, size in {**inputs, ACTION: actions}.items()}
+    batch[f"{ACTION}_is_pad"] = torch.zeros(actions[:-1], dtype=torch.bool)
+    length = getattr(config, "tokenizer_max_length", None)
+    if length is not None:
+        batch[OBS_LANGUAGE_TOKENS] = torch.zeros(batch_size, length, dtype=torch.int64)
+        batch[OBS_LANGUAGE_ATTENTION_MASK] = torch.ones(batch_size, length, dtype=torch.bool)
+    return batch
