@@ -328,12 +328,13 @@ class PolicySupport:
         """Sizes of a sample's parts; None where a policy has no tokens, or its plugin does not say."""
         return None
 
-    def sample_batch(self, policy: Any, shape: SampleShape, batch_size: int) -> dict[str, Tensor] | None:
+    def sample_batch(self, policy: Any, shape: SampleShape, batch_size: int) -> dict[str, Tensor]:
         """A preprocessed training batch of equal samples on the CPU; values do not matter, those of masks do.
 
-        None for one that is made of the features of the policy's config.
+        Raises:
+            NotOfferedError: not known; upstream's computation is then fed what its config declares.
         """
-        return None
+        raise self._not_offered("a batch of samples of a given size", "upstream's own computation")
 
     def prompt_texts(
         self, policy: Mapping[str, Any], task: str, images: int, state_stats: Mapping[str, list[float]]

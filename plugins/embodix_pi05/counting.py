@@ -49,7 +49,8 @@ def prompt_texts(policy: Mapping[str, Any], task: str, stats: Mapping[str, list[
     """Prompt -> share of the task's samples, through upstream's own steps."""
     mode = NormalizationMode(str((policy.get("normalization_mapping") or {}).get("STATE", "QUANTILES")))
     features = {OBS_STATE: PolicyFeature(FeatureType.STATE, (len(stats.get("mean", stats.get("q50", []))),))}
-    normalize = NormalizerProcessorStep(features, {FeatureType.STATE: mode}, {OBS_STATE: dict(stats)})
+    known = {OBS_STATE: dict(stats)} if stats else {}
+    normalize = NormalizerProcessorStep(features, {FeatureType.STATE: mode}, known)
     prepare = Pi05PrepareStateTokenizerProcessorStep()
     texts: dict[str, float] = {}
     for quantile, share in _QUANTILES.items():

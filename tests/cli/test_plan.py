@@ -58,8 +58,10 @@ def test_json_is_all_that_is_printed(tmp_path, dataset):
 
 
 def test_a_policy_that_nobody_registered_is_planned_as_upstream_runs_it(tmp_path, dataset):
-    fields = ["policy.type=act", "+policy.pretrained_backbone_weights=null", "+policy.chunk_size=10"]
-    done = plan(tmp_path, *fields, "+policy.n_action_steps=10", f"dataset.root={dataset}", "--json")
+    fields = ["policy=upstream", "policy.type=act", "+policy.pretrained_backbone_weights=null"]
+    done = plan(
+        tmp_path, *fields, "+policy.chunk_size=10", "+policy.n_action_steps=10", f"dataset.root={dataset}", "--json"
+    )
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     (upstream,) = record["variants"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ def run(argv: list[str]) -> int:
     def plan_task(cfg: DictConfig) -> None:
         from hydra.core.hydra_config import HydraConfig
 
+        if as_json:
+            logging.disable(logging.WARNING)  # Hydra's log goes to the standard output, too
         from embodix.costs.plan import plan_training
 
         config: Any = OmegaConf.to_container(cfg, resolve=True)

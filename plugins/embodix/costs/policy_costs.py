@@ -177,9 +177,10 @@ class PolicyCosts:
         return self._counts[key]
 
     def _count(self, shape: SampleShape, computation: Computation, batch_size: int) -> CountedStep:
-        batch = self.support.sample_batch(self.policy, shape, batch_size)
-        if batch is None:
-            batch = feature_batch(self.policy.config, batch_size)
+        if self.support.offers("sample_batch"):
+            batch = self.support.sample_batch(self.policy, shape, batch_size)
+        else:
+            batch = _feature_batch(self.policy.config, batch_size)
         valued = self.support.valued_keys
         attention = CountedAttention()
         if not computation.is_upstream:
@@ -269,8 +270,8 @@ def _on_meta(batch: Mapping[str, Any], which: Any) -> dict[str, Any]:
     return {key: _moved(value) if isinstance(value, Tensor) and which(value) else value for key, value in batch.items()}
 
 
-def feature_batch(config: Any, batch_size: int) -> dict[str, Tensor]:
-    """A batch of the features that a config declares, stacked as upstream's loader does."""
+def _feature_batch(config: Any, batch_size: int) -> dict[str, Tensor]:
+    """The features that a config declares, as upstream's loader stacks them: several steps where it asks for steps."""
 
     def shape(deltas: Sequence[int] | None, feature: Sequence[int]) -> tuple[int, ...]:
         steps = () if deltas is None else (len(deltas),)
