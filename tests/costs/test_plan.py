@@ -15,7 +15,7 @@ import pytest
 from embodix.contracts import SampleLayout, SampleShape
 from embodix.costs.dataset_facts import padded_action_share
 from embodix.costs.plan import RunCosts, plan_training, speed_bounds
-from embodix.costs.policy_costs import EMBODIX
+from embodix.costs.policy_costs import EMBODIX, UPSTREAM
 from embodix.costs.workload import padded, token_counter
 from embodix.policies.support import support_of
 from embodix_pi05.counting import prompt_texts
@@ -97,6 +97,54 @@ def test_tokens_waste_and_bound_of_a_data_set(write_metadata):
     assert fast.bound == fast.real_bound
     assert 1.7 < fast.bound < 1.9
     assert fast.memory.total < upstream.memory.total
+    found = plan.remedies
+    assert {remedy.setting for remedy in found} == {
+        "+plugin=embodix",
+        "train.batch_size=2",
+        "policy.gradient_checkpointing=true",
+        "policy.dtype=bfloat16",
+        "policy.train_expert_only=true",
+    }
+    assert all(remedy.total < upstream.memory.total for remedy in found)
+    assert [remedy.setting for remedy in found[:2]] == ["+plugin=embodix", "policy.gradient_checkpointing=true"]
+    assert [remedy.exact for remedy in found] == [True, True, False, False, False]
+    totals = [remedy.total for remedy in found if not remedy.exact]
+    assert totals == sorted(totals)
+
+
+def test_remedies_in_use_are_not_proposed_again(write_metadata):
+    policy = {**SMALL["policy"], "dtype": "bfloat16", "gradient_checkpointing": True}
+    small = {**SMALL, "policy": policy, "train": {"batch_size": 1}}
+    plan = plan_training(config_of(write_metadata([(30, "Reach")]), **small, **FAST))
+    assert [remedy.setting for remedy in plan.remedies] == ["policy.train_expert_only=true"]
+
+
+def test_an_unknown_dtype_is_refused(write_metadata):
+    policy = {**SMALL["policy"], "dtype": "float16"}
+    with pytest.raises(ValueError, match="Upstream's config rejects a value"):
+        RunCosts(config_of(write_metadata([(30, "Reach")]), **{**SMALL, "policy": policy}))
+
+
+GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
+GOLDEN_SMALL = {**SMALL["policy"], "tokenizer_max_length": 64, "max_action_dim": 8}
+
+
+@pytest.mark.parametrize(("size", "forward", "backward"), [("real", 1.1e-6, 2e-5), ("small", 5e-4, 2e-3)])
+def test_a_plan_gives_the_frozen_figures(write_metadata, size, forward, backward):
+    root = write_metadata([(30, "Reach"), (70, "Open the door of the cabinet")], absent={1: [False, True]})
+    run = RunCosts(config_of(root, **({**SMALL, "policy": GOLDEN_SMALL} if size == "small" else {})))
+    golden = GOLDEN["plans"][size]
+    assert run.costs.num_parameters == golden["num_parameters"]
+    assert run.tokens() == pytest.approx(golden["tokens"])
+    for variant in (golden["variants"][0], golden["variants"][3]):
+        computation = {"upstream": UPSTREAM, "embodix": EMBODIX}[variant["name"]]
+        flops = run.costs.mean(run.workload, computation)
+        assert flops.forward == pytest.approx(variant["forward_flops"], rel=forward)
+        assert flops.backward == pytest.approx(variant["backward_flops"], rel=backward)
+        assert run.images(computation) == pytest.approx(variant["images"])
+        assert run.costs.bound(run.workload, computation) == pytest.approx(variant["bound"], rel=backward)
+    name = {"small": "this_size", "real": "real_size"}[size]
+    assert run.costs.bound(run.workload, EMBODIX) == pytest.approx(GOLDEN["bounds"][name], rel=backward)
 
 
 def test_each_task_weighs_by_its_frames(write_metadata):

@@ -2,7 +2,7 @@
 """Run a training step on torch's meta device, where nothing has values, and count its operations and its memory.
 
 Attention is counted as the products it stands for and keeps its inputs and output, as a fused kernel does. Activations
-are all storages that are alive at the highest moment of the step, parameters and their gradients left out.
+are all storages alive at the highest moment of the step, without parameters, their gradients and the batch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class CountedStep:
     Attributes:
         forward, backward: floating-point operations of matrix products, convolutions and attention.
         activations: bytes at the highest moment, beside parameters and gradients.
+        kept: bytes that the forward pass leaves for the backward pass.
         gradients: bytes of the parameters that get a gradient.
     """
 
     forward: int
     backward: int
     activations: int
+    kept: int
     gradients: int
 
 
@@ -54,18 +56,19 @@ def count_step(
         attention: what an installed fast path attends with; it stands in for torch's own too.
         host_keys: tensors that stay there although the policy moves them, because it asks for their values.
     """
-    memory, attention.flops = _LiveMemory(policy), 0
+    memory, attention.flops = _LiveMemory(policy, batch), 0
     kept = {id(batch[key]) for key in host_keys if key in batch}
     with _meta_host(attention, kept), memory:
         with flop_counter() as counter:
             loss = policy(dict(batch))[0]
         forward = counter.get_total_flops() + attention.flops
+        kept = memory.live()
         attention.flops = 0
         with flop_counter() as counter:
             loss.backward()
     backward = counter.get_total_flops() + attention.flops
     memory.close()
-    return CountedStep(forward, backward, memory.peak(), memory.gradients)
+    return CountedStep(forward, backward, memory.peak(), kept, memory.gradients)
 
 
 class CountedAttention:
@@ -120,11 +123,11 @@ class _Attention(torch.autograd.Function):
 class _LiveMemory(TorchDispatchMode):
     """Bytes of storages on the meta device, in the order in which they come and go."""
 
-    def __init__(self, policy: nn.Module) -> None:
+    def __init__(self, policy: nn.Module, batch: Mapping[str, Any]) -> None:
         super().__init__()
         parameters = list(policy.parameters())
-        own = [*parameters, *policy.buffers()]
-        self._numbers = weakref.WeakKeyDictionary(dict.fromkeys((t.untyped_storage() for t in own), 0))
+        given = [t for t in (*parameters, *policy.buffers(), *batch.values()) if isinstance(t, Tensor)]
+        self._numbers = weakref.WeakKeyDictionary(dict.fromkeys((t.untyped_storage() for t in given), 0))
         self._events: list[tuple[int, int]] = []
         self._sizes = [0]
         self._gradient_numbers: set[int] = set()
@@ -139,6 +142,10 @@ class _LiveMemory(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
                 self._note(tensor.untyped_storage())
         return out
+
+    def live(self) -> int:
+        """Bytes that are alive now."""
+        return sum(sign * self._sizes[number] for number, sign in self._events)
 
     def peak(self) -> int:
         """Bytes at the highest moment; a gradient that is handed to its parameter counts there."""
