@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from embodix.attention.segment import SegmentGemm, SegmentSdpa
-from embodix.packing.packers import PaddingFreePacker
 
+from embodix.attention.cpu import SegmentGemm, SegmentSdpa
 from embodix.contracts import SampleShape
 from embodix.costs.policy_costs import UPSTREAM, Computation, PolicyCosts
+from embodix.packing.layout import PaddingFreePacker
 from embodix.policies.settings import FastPathSettings
 from embodix_pi05.testing import random_batch, small_pi05
 from embodix_pi05.wrapper import Pi05Wrapper
