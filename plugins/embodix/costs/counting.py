@@ -57,8 +57,8 @@ def count_step(
         host_keys: tensors that stay there although the policy moves them, because it asks for their values.
     """
     memory, attention.flops = _LiveMemory(policy, batch), 0
-    kept = {id(batch[key]) for key in host_keys if key in batch}
-    with _meta_host(attention, kept), memory:
+    on_host = {id(batch[key]) for key in host_keys if key in batch}
+    with _meta_host(attention, on_host), memory:
         with flop_counter() as counter:
             loss = policy(dict(batch))[0]
         forward = counter.get_total_flops() + attention.flops
