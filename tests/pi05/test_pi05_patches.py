@@ -11,9 +11,9 @@ from lerobot.policies.pi05 import modeling_pi05
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from safetensors.torch import load_file, save_file
 
+from embodix.checkpoints.skeleton import WeightLoadError
 from embodix.patching import patched
 from embodix_pi05.patches.lerobot_pi05_sizes import validate_architecture
-from embodix_pi05.patches.lerobot_pi05_strict_load import WeightLoadError
 from embodix_pi05.testing import SMALL_ARCHITECTURE, small_pi05
 
 STRICT = {"lerobot_pi05_sizes": {"architecture": SMALL_ARCHITECTURE}, "lerobot_pi05_strict_load": {}}

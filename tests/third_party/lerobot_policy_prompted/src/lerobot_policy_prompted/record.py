@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from embodix.contracts import ModuleKind, PolicySupport
+from embodix.contracts import ModuleKind, PolicySupport, SampleLayout, SampleShape
 
 
 class Prompted(PolicySupport):
@@ -38,6 +38,25 @@ class Prompted(PolicySupport):
         from embodix.data.merging import merger_with_slots
 
         return merger_with_slots(policy_cfg, members)
+
+    def sample_layout(self, policy: Any) -> SampleLayout:
+        config = policy.config
+        _, height, width = next(iter(config.image_features.values())).shape
+        patches = (height // config.patch_size) * (width // config.patch_size)
+        return SampleLayout(patches, 0, config.tokenizer_max_length, len(config.image_features))
+
+    def sample_batch(self, policy: Any, shape: SampleShape, batch_size: int) -> dict[str, Any]:
+        import torch
+
+        config = policy.config
+        cameras = list(config.image_features.items())[: shape.images]
+        batch = {key: torch.zeros(batch_size, *feature.shape) for key, feature in cameras}
+        mask_L = torch.arange(config.tokenizer_max_length) < shape.prompt
+        batch["observation.language.attention_mask"] = mask_L.repeat(batch_size, 1)
+        batch["observation.language.tokens"] = torch.zeros(batch_size, config.tokenizer_max_length, dtype=torch.int64)
+        batch["observation.state"] = torch.zeros(batch_size, config.max_state_dim)
+        batch["action"] = torch.zeros(batch_size, config.chunk_size, config.max_action_dim)
+        return batch
 
     def weights_reader(self) -> tuple[type, str]:
         from lerobot_policy_prompted.modeling_prompted import PromptedPolicy
