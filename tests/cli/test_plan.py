@@ -78,5 +78,5 @@ def test_the_config_is_shown_without_torch(tmp_path):
 def test_a_missing_data_set_is_an_error_that_says_what_to_do(tmp_path):
     done = plan(tmp_path, f"dataset.root={tmp_path / 'absent'}")
     assert done.returncode == 1
-    assert "lerobot data metaworld" in done.stderr
+    assert "lerobot data <source>" in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 THIRD_PARTY = Path(__file__).parent
+SHIPPED = {point.name for point in entry_points(group="embodix")}
 BROKEN = {
     "broken_import": "No module named 'a_package_that_nobody_installed'",
     "broken_hook_name": "unknown hook 'register_packer'",
@@ -43,7 +45,7 @@ def test_doctor_lists_each_with_its_traceback(diagnosis, name, reason):
 
 def test_doctor_still_shows_the_healthy_ones(diagnosis):
     healthy = {plugin["name"] for plugin in diagnosis["plugins"] if plugin["error"] is None}
-    assert healthy == {"builtin", "example"}
+    assert healthy == {"example", *SHIPPED}
     assert "bucketed" in {found["name"] for found in diagnosis["implementations"]}
 
 
