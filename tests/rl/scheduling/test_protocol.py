@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Phases
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -169,9 +169,10 @@ class Forgetful(RunProtocol):
 def test_the_interleavings_find_a_wrong_protocol(kind, monkeypatch):
     monkeypatch.setitem(globals(), "RunProtocol", kind)
     brief = settings(
-        max_examples=60,
+        max_examples=200,
         stateful_step_count=20,
         deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],  # a busy machine
         derandomize=True,
         phases=[Phases.generate],
         print_blob=False,
