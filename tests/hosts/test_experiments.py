@@ -3,22 +3,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from omegaconf import OmegaConf
 
-from embodix import hydra_conf
-from embodix.config.compose import compose
+from embodix.config.compose import compose, options_of
 from embodix.training.host_config import decode_host_config, require_landed_groups
 from embodix_metaworld.tasks import instruction_for, task_names
 
-EXPERIMENTS = sorted(
-    path.stem
-    for folder in hydra_conf.__path__
-    for path in Path(folder).glob("experiment/*.yaml")
-    if not path.stem.startswith("rl_")  # of `lerobot rl`: tests/rl/test_bench.py composes those
-)
+# Those of `lerobot rl` are composed by tests/rl/test_bench.py.
+EXPERIMENTS = [name for name in options_of("experiment") if not name.startswith("rl_")]
+
+
+def test_every_experiment_is_among_them() -> None:
+    assert {"demo", "groot_demo", "learn_metaworld", "libero_demo", "mixture"} <= set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("plugin", ["none", "embodix"])
