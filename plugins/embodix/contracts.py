@@ -314,8 +314,8 @@ class PolicySupport:
         """
         raise self._not_offered("a merger of several embodiments' batches", "dataset=lerobot")
 
-    def flow(self, policy: Any, settings: FastPathSettings) -> Any:
-        """The policy as a flow whose samples have log-probabilities (``embodix.policies.flow_host.FlowHost``).
+    def flow(self, policy: Any, settings: FastPathSettings) -> FlowHost:
+        """The policy as a flow whose samples have log-probabilities.
 
         Raises:
             NotOfferedError: there is none.

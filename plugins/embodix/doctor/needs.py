@@ -28,9 +28,8 @@ from embodix.doctor.findings import (
 )
 from embodix.patching import PatchError, patch_module
 from embodix.plugins import PluginError, PluginRegistry
-from embodix.policies.support import support_of
+from embodix.policies.support import support_of, with_guards
 from embodix.simulation.simulators import STANDS_IN
-from embodix.training.host_context import POLICY_GUARDS
 
 # The choices that leave upstream's own computation in place, so that no policy wrapper is needed.
 UPSTREAM_CHOICES = {"packing": "none", "attention": "upstream", "vision_tokens": "upstream", "action_pad": "host"}
@@ -93,10 +92,9 @@ def _plugins(config: DictConfig, registry: PluginRegistry) -> Iterator[str]:
 
 
 def _patches(config: DictConfig) -> Iterator[str]:
-    support = support_of(str(_select(config, "policy.type")))
-    asked = _select(config, "patches") or {}
-    names = [name for name in asked if name != POLICY_GUARDS] + (list(support.guards) if POLICY_GUARDS in asked else [])
-    sizes = support.sizes_patch
+    policy_type = str(_select(config, "policy.type"))
+    names = list(with_guards(_select(config, "patches") or {}, policy_type))
+    sizes = support_of(policy_type).sizes_patch
     if _select(config, "architecture") and sizes is not None and sizes not in names:
         names.append(sizes)
     for name in names:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 from embodix import plugins
 from embodix.contracts import NotOfferedError, PolicySupport
 
 KIND = "policies"
+POLICY_GUARDS = "policy_guards"  # stands in the config's patches for those of the policy's record
 
 
 @functools.cache
@@ -26,8 +29,21 @@ def support_of(policy_type: str) -> PolicySupport:
 
 def types_offering(member: str) -> list[str]:
     """Types of the registered policies that offer an attribute or method, those that can't be imported left out."""
-    registered = plugins.registry().names(KIND)
-    return [name for name in registered if plugins.resolve(KIND, name)().offers(member)]
+    return [name for name in plugins.registry().names(KIND) if _offers(name, member)]
+
+
+def _offers(policy_type: str, member: str) -> bool:
+    try:
+        return support_of(policy_type).offers(member)
+    except plugins.PluginError:
+        return False
+
+
+def with_guards(patches: Mapping[str, Any], policy_type: str) -> dict[str, Any]:
+    """A config's patches with the guards of the policy's record in the place of ``policy_guards``."""
+    guards = support_of(policy_type).guards if POLICY_GUARDS in patches else ()
+    chosen = {**dict.fromkeys(guards), **patches}
+    return {name: options for name, options in chosen.items() if name != POLICY_GUARDS}
 
 
 def require_offered(policy_type: str, member: str, what: str, remedy: str) -> PolicySupport:

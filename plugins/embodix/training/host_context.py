@@ -14,11 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patch_module, patched
 from embodix.policies.quantizers import quantizer_of
-from embodix.policies.support import sizes_patch, support_of
+from embodix.policies.support import sizes_patch, support_of, with_guards
 from embodix.training.checkpoint import checkpoint_finished, write_session_state
 from embodix.training.session import current_session
 
-POLICY_GUARDS = "policy_guards"  # stands in the config for those of the policy's record
 QUANTIZED_PATCH = "lerobot_quantized_checkpoint"
 
 
@@ -69,9 +68,7 @@ def policy_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
 
 def _chosen_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     plain: Any = OmegaConf.to_container(cfg.patches, resolve=True)
-    guards = support_of(cfg.policy.type).guards if POLICY_GUARDS in plain else ()
-    chosen = {**dict.fromkeys(guards), **plain}
-    return {name: dict(options or {}) for name, options in chosen.items() if name != POLICY_GUARDS}
+    return {name: dict(options or {}) for name, options in with_guards(plain, cfg.policy.type).items()}
 
 
 def _policy_options(cfg: DictConfig) -> dict[str, dict[str, Any]]:

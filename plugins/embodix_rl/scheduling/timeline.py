@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who did what when, and what follows from it: busy shares, who waited for whom, fresh frames per second, the bound.
 
-Records of a simulated run on its loop's clock; those of real runs are in `embodix_rl.report.timeline_file`.
+Records of a simulated run on its loop's clock; those of real runs are in `embodix_rl.report.spans`.
 """
 
 from __future__ import annotations
