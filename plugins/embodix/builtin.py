@@ -44,6 +44,7 @@ def register_host_patches() -> list[Registration]:
     summaries = {
         "lerobot_atomic_checkpoint": "a checkpoint is whole or not there",
         "lerobot_column_reads": "action chunks without their images",
+        "lerobot_dataset_metadata": "columns joined to one vector, statistics though some are missing",
         "lerobot_dataset_factory": "the run decides on its data set",
         "lerobot_decoder_cache": "a bounded number of video decoders",
         "lerobot_quantized_checkpoint": "upstream loads a checkpoint in low precision",
@@ -60,6 +61,7 @@ def register_verbs() -> list[Registration]:
         "quantize": "write a checkpoint in a low-precision format, and what that saves",
         "compare": "train variants side by side, step by step on the same samples, and report",
         "plan": "tokens, waste, FLOP bound and memory of each variant, before any training",
+        "check": "whether the data can be trained on: statistics, values, names, metadata, episodes, images",
         "data": "record demonstrations from a simulator into a LeRobotDataset",
         "doctor": "what is installed, what can run here, and why not",
     }

@@ -275,6 +275,19 @@ class PolicySupport:
         """Sizes of the public checkpoint where upstream's own config does not have them."""
         return None
 
+    def normalisation(self, config: Any) -> tuple[Mapping[str, str], bool]:
+        """How the policy's processors scale what they are given, and whether a range of zero stays bounded.
+
+        Args:
+            config: upstream's.
+
+        Returns:
+            Kind of feature (``STATE``, ``ACTION``, ``ENV``, ``VISUAL``) -> LeRobot's ``NormalizationMode`` by name, for
+            those that are scaled; and whether a dimension whose bounds are equal gives bounded values.
+        """
+        modes = {str(getattr(kind, "value", kind)): mode.name for kind, mode in config.normalization_mapping.items()}
+        return {kind: mode for kind, mode in modes.items() if mode != "IDENTITY"}, False
+
     # computing
 
     def wrapper(self) -> PolicyWrapper:

@@ -66,6 +66,12 @@ class GrootN15(PolicySupport):
 
         prepare_host_assets(cfg, host_cfg)
 
+    def normalisation(self, config: Any) -> tuple[Mapping[str, str], bool]:
+        return {
+            "STATE": "MIN_MAX",
+            "ACTION": "MIN_MAX",
+        }, True  # in its own step: lerobot/policies/groot/processor_groot.py
+
     def uses_tokenizer_directory(self) -> bool:
         return False  # ``policy.tokenizer_assets_repo`` names its folder
 

@@ -65,6 +65,15 @@ class TokenizerSettings:
 
 
 @dataclass
+class CheckSettings:
+    """What happens where data can't be trained on: ``error``, ``warn`` or ``off``; and of which images they are looked
+    at: a ``sample``, ``all`` or ``none``."""
+
+    name: str = "error"
+    images: str = "sample"
+
+
+@dataclass
 class LoggingSettings:
     """Where metrics go beside ``steps.jsonl``: ``none``, ``tensorboard`` or ``wandb`` with upstream's options."""
 
@@ -132,6 +141,7 @@ class TrainApp:
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     step_clock: StepClockSettings = field(default_factory=StepClockSettings)
     patches: Any = field(default_factory=dict)
+    check: CheckSettings = field(default_factory=CheckSettings)
     plugin: Any = None
     strict_plugins: bool = True
     resume: str | None = None

@@ -14,8 +14,11 @@ from typing import Any
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.types import FeatureType
 
-MEMBERS, EVALUATE_AS = "members", "evaluate_as"
+from embodix.data.joined_columns import JOIN, decode_join
+
+MEMBERS, EVALUATE_AS, STATISTICS = "members", "evaluate_as", "statistics"
 HOST_FIELDS = ("image_transforms", "use_imagenet_stats", "streaming")
+OWN_FIELDS = (JOIN, STATISTICS)  # of a data set's node, which upstream's config does not have
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class MemberSpec:
         cameras: dataset camera -> policy slot; a camera mapped to None, or left out of a mapping that is given, is
             not read. None keeps every camera under its own name. The prefix ``observation.images.`` may be left out.
         embodiment_tag: for a policy whose config has one; None for the config's.
+        join: key -> the keys of the data set that it is made of, in order (``embodix.data.joined_columns``).
     """
 
     name: str
@@ -40,6 +44,7 @@ class MemberSpec:
     embodiment_tag: str | None = None
     revision: str | None = None
     video_backend: str | None = None
+    join: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def is_mixture(dataset_node: Mapping[str, Any]) -> bool:
 def host_dataset_fields(dataset_node: Mapping[str, Any]) -> dict[str, Any]:
     """What upstream's ``DatasetConfig`` is decoded from; for a mixture, a record of it under a name of its own."""
     if not is_mixture(dataset_node):
-        return dict(dataset_node)
+        return {key: value for key, value in dataset_node.items() if key not in OWN_FIELDS}
     own = {key: value for key, value in dataset_node.items() if key in HOST_FIELDS}
     return {"repo_id": "mixture/" + "+".join(dataset_node[MEMBERS] or {}), **own}
 
@@ -87,7 +92,7 @@ def decode_mixture(dataset_node: Mapping[str, Any]) -> MixtureSpec:
         ValueError: no members, unknown fields, weights that are not positive or not given to all, two cameras on one
             slot, or an ``evaluate_as`` that is no member.
     """
-    _require_known("dataset", dataset_node, (MEMBERS, EVALUATE_AS, *HOST_FIELDS))
+    _require_known("dataset", dataset_node, (MEMBERS, EVALUATE_AS, STATISTICS, *HOST_FIELDS))
     nodes = dataset_node[MEMBERS]
     if not isinstance(nodes, Mapping) or not nodes:
         raise ValueError(
@@ -119,6 +124,7 @@ def _decode_member(name: str, node: Any) -> MemberSpec:
     fields = dict(node)
     if fields.get("cameras") is not None:
         fields["cameras"] = _decode_cameras(place, fields["cameras"])
+    fields[JOIN] = decode_join(f"{place}.{JOIN}", fields.get(JOIN))
     if fields.get("episodes") is not None and not fields["episodes"]:
         raise ValueError(f"{place}.episodes lists no episode; leave it out to use all of them.")
     return MemberSpec(name=name, **fields)

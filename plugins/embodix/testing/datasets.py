@@ -24,10 +24,13 @@ def write_dataset(
     video: bool = False,
     episodes_per_file: int | None = None,
     seed: int = 0,
+    sweeping: bool = False,
 ) -> Path:
     """Write episodes of moving blobs with smooth states and actions, and return ``root``.
 
     Args:
+        sweeping: every episode goes through the same range of states and actions, so that statistics of episodes
+            are those of all.
         video: store cameras as videos (H.264) instead of images.
         episodes_per_file: episodes in one data file and one video file a camera; None for upstream's size limits.
     """
@@ -49,7 +52,7 @@ def write_dataset(
     for episode, task in enumerate(task for task in tasks for _ in range(episodes_per_task)):
         if episodes_per_file is not None:
             _limit_files(dataset, megabytes=1e-9 if episode % episodes_per_file == 0 else 10**6)
-        for frame in _frames(rng, cameras, state_dim, action_dim, episode_length, image_size):
+        for frame in _frames(rng, cameras, state_dim, action_dim, episode_length, image_size, sweeping):
             dataset.add_frame({**frame, "task": task})
         dataset.save_episode()
     dataset.finalize()
@@ -62,15 +65,22 @@ def _limit_files(dataset: Any, megabytes: float) -> None:
 
 
 def _frames(
-    rng: np.random.Generator, cameras: Sequence[str], state_dim: int, action_dim: int, length: int, image_size: int
+    rng: np.random.Generator,
+    cameras: Sequence[str],
+    state_dim: int,
+    action_dim: int,
+    length: int,
+    image_size: int,
+    sweeping: bool,
 ) -> Iterator[dict[str, Any]]:
     """Frames of one episode: every camera sees its own blob pass over its own noise."""
     noise = rng.integers(0, 120, (len(cameras), image_size, image_size, 3), dtype=np.uint8)
     start, velocity = rng.random((len(cameras), 2)), rng.normal(0, 0.05, (len(cameras), 2))
     phases = rng.random(state_dim + action_dim) * 6
+    pace = 2 * np.pi / length if sweeping else 1 / 5
     rows, columns = np.mgrid[0:image_size, 0:image_size] / image_size
     for step in range(length):
-        values = np.sin(phases + step / 5).astype(np.float32) * np.arange(1, state_dim + action_dim + 1)
+        values = np.sin(phases + step * pace).astype(np.float32) * np.arange(1, state_dim + action_dim + 1)
         frame: dict[str, Any] = {
             "observation.state": values[:state_dim].astype(np.float32),
             "action": values[state_dim:].astype(np.float32),

@@ -24,7 +24,7 @@ from embodix.data.mixture_spec import host_dataset_fields
 
 NAMED_GROUPS = (
     *("packing", "attention", "vision_tokens", "action_pad", "language", "reads", "preprocessing", "sampling"),
-    *("quantization", "precision", "evaluation"),
+    *("quantization", "precision", "evaluation", "check"),
 )
 
 

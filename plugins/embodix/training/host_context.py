@@ -11,6 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from embodix.data.joined_columns import JOIN, decode_join
+from embodix.data.mixture_spec import decode_mixture, is_mixture
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patch_module, patched
 from embodix.policies.quantizers import quantizer_of
@@ -49,11 +51,20 @@ def required_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
         patches["lerobot_atomic_checkpoint"]["on_saved"] = write_session_state
         patches["lerobot_atomic_checkpoint"]["on_finished"] = checkpoint_finished
     patches["lerobot_dataset_factory"] = {"build": build_dataset}
+    patches["lerobot_dataset_metadata"] = {"joins": joins_of(cfg.dataset)}
     patches["lerobot_worker_preprocessing"] = {"build": build_processors}
     started_from = cfg.policy.get("pretrained_path")
     if started_from is not None and quantizer_of(Path(started_from)) is not None:
         patches[QUANTIZED_PATCH] = {"policy_type": cfg.policy.type}
     return patches | _policy_options(cfg)
+
+
+def joins_of(node: DictConfig) -> dict[str, dict[str, list[str]]]:
+    """Repo id -> what its joined columns are made of, of the data set or of each member of a mixture."""
+    plain: Any = OmegaConf.to_container(node, resolve=True)
+    if is_mixture(plain):
+        return {member.repo_id: member.join for member in decode_mixture(plain).members}
+    return {str(plain["repo_id"]): decode_join(f"dataset.{JOIN}", plain.get(JOIN))}
 
 
 def policy_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:

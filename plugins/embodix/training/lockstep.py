@@ -24,6 +24,7 @@ from lerobot.utils.random_utils import get_rng_state, set_rng_state
 from omegaconf import DictConfig, OmegaConf
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from embodix.checks.guard import require_sound_data
 from embodix.config.compose import compose_train
 from embodix.patching import replace_attribute
 from embodix.policies.support import support_of
@@ -211,6 +212,7 @@ def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> Trainin
     fill_missing_preset(host_cfg)
     config: Any = OmegaConf.to_container(variant.cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])
+    require_sound_data(host_cfg, config)
     support_of(variant.cfg.policy.type).prepare_assets(variant.cfg, host_cfg)
     return TrainingSession(
         name=variant.name,

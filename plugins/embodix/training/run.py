@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig, OmegaConf
 
+from embodix.checks.guard import require_sound_data
 from embodix.config.compose import compose_train, merge_overrides
 from embodix.policies.support import support_of
 from embodix.report.evaluation import EvaluationRecord
@@ -117,6 +118,7 @@ def _run(
     selection = select_training_features(cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])
+    require_sound_data(host_cfg, config)
     support_of(cfg.policy.type).prepare_assets(cfg, host_cfg)
     plan = plan_evaluation(cfg, host_cfg)
     assert host_cfg.output_dir is not None

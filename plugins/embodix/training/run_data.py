@@ -21,9 +21,11 @@ from lerobot.configs.train import TrainPipelineConfig
 from lerobot.utils.constants import HF_LEROBOT_HOME, OBS_IMAGES
 from torch.utils.data import DataLoader
 
+from embodix.checks.dataset_check import statistics_choice
+from embodix.checks.exact_statistics import exact_statistics_of
 from embodix.data.column_reads import read_columns
 from embodix.data.embodiments import MemberPostprocessor, ProcessorCall, ProcessorPair, member_config, save_embodiments
-from embodix.data.mixture_dataset import MixtureDataset, build_mixture, camera_table, describe_cameras
+from embodix.data.mixture_dataset import BuildDataset, MixtureDataset, build_mixture, camera_table, describe_cameras
 from embodix.data.mixture_spec import MixtureSpec, decode_mixture, is_mixture, require_local_members
 from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder, files_of_samples
 from embodix.data.preprocessing import LoopPreprocessor, PreprocessingCollate
@@ -42,6 +44,7 @@ class DataChoices:
         preprocessing: ``main`` in the training loop as upstream, or ``workers`` where the samples are read.
         sampling: ``upstream``, or ``file_window`` for a shuffle among a few files at a time.
         window: files of that window.
+        statistics: ``recorded`` with the data set, or ``exact``, of all its frames.
     """
 
     mixture: MixtureSpec | None = None
@@ -49,6 +52,7 @@ class DataChoices:
     preprocessing: str = "main"
     sampling: str = "upstream"
     window: int = 1
+    statistics: str = "recorded"
 
     @property
     def preprocesses_in_loader(self) -> bool:
@@ -77,7 +81,8 @@ def read_choices(config: Mapping[str, Any]) -> DataChoices:
     if window < 1:
         raise ValueError(f"sampling.options.window counts files, 1 at least; got {window}.")
     mixture = decode_mixture(config["dataset"]) if is_mixture(config["dataset"]) else None
-    return DataChoices(mixture=mixture, window=window, **chosen)
+    statistics = statistics_choice(config["dataset"])
+    return DataChoices(mixture=mixture, window=window, statistics=statistics, **chosen)
 
 
 class RunData:
@@ -110,16 +115,30 @@ class RunData:
         streamed = host_cfg.dataset.streaming
         if streamed and self.choices.orders_samples:
             raise ValueError("sampling=file_window reads samples by index; set dataset.streaming=false.")
+        build = self._with_exact_statistics(upstream) if self.choices.statistics == "exact" else upstream
         if self.choices.mixture is None:
-            self.dataset = upstream(host_cfg)
+            self.dataset = build(host_cfg)
             datasets = [self.dataset]
         else:
-            self.dataset = build_mixture(self.choices.mixture, host_cfg, upstream)
+            self.dataset = build_mixture(self.choices.mixture, host_cfg, build)
             datasets = [member.dataset for member in self.dataset.members]
         if self.choices.reads == "columns" and not streamed:  # a streamed sample is read with its neighbours at hand
             for dataset in datasets:
                 read_columns(dataset)
         return self.dataset
+
+    def _with_exact_statistics(self, upstream: BuildDataset) -> BuildDataset:
+        """Upstream's factory, whose data sets have statistics of all their frames."""
+
+        def build(host_cfg: TrainPipelineConfig) -> Any:
+            dataset = upstream(host_cfg)
+            join = getattr(dataset.meta, "embodix_join", {})
+            dataset.meta.stats = exact_statistics_of(
+                Path(dataset.root), host_cfg.dataset.episodes, join, dataset.meta.stats
+            )
+            return dataset
+
+        return build
 
     def build_processors(
         self,
@@ -213,6 +232,7 @@ class RunData:
             "reads": self.choices.reads,
             "preprocessing": "workers" if self.choices.preprocesses_in_loader else "main",
             "sampling": self.choices.sampling,
+            "statistics": self.choices.statistics,
         }
         if isinstance(self.dataset, MixtureDataset):
             quotas = self._quotas()

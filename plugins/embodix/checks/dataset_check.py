@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of one data set for one run, and of all data sets of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lerobot.configs.train import TrainPipelineConfig
+from lerobot.utils.constants import ACTION, HF_LEROBOT_HOME, OBS_STATE
+
+from embodix.checks.catalogue import found
+from embodix.checks.dataset_reading import DatasetReading, read_dataset
+from embodix.checks.dataset_tables import STATS
+from embodix.checks.exact_statistics import exact_statistics
+from embodix.checks.findings import CheckReport, Finding, KeyFigures, merged, sorted_findings
+from embodix.checks.naming_rules import BOOKKEEPING, naming_findings
+from embodix.checks.normalisation_rules import normalisation_findings, normalised_range
+from embodix.checks.run_needs import RunNeeds, needs_of
+from embodix.checks.value_rules import episode_findings, value_findings
+from embodix.data.joined_columns import JOIN, Join, decode_join
+from embodix.data.mixture_spec import STATISTICS, decode_mixture, is_mixture
+
+STATISTICS_CHOICES = ("recorded", "exact")
+
+
+def check_data(host_cfg: TrainPipelineConfig, config: Mapping[str, Any], images: str = "sample") -> CheckReport:
+    """Check the data set of a config, or each member of its mixture.
+
+    A data set that is on the hub only is not looked at.
+
+    Args:
+        host_cfg: upstream's config.
+        config: the composed config, resolved.
+        images: ``sample``, ``all`` or ``none``.
+
+    Raises:
+        ValueError: a mixture, join or choice of statistics that is not sound.
+    """
+    node = config["dataset"]
+    statistics = statistics_choice(node)
+    assert host_cfg.policy is not None
+    if not is_mixture(node):
+        needs = needs_of(host_cfg.policy, config.get("rename_map") or {}, statistics)
+        needs = replace(
+            needs, imagenet=bool(node.get("use_imagenet_stats")), prompt_length=prompt_length(config, needs)
+        )
+        root = folder_of(node)
+        join = decode_join(f"dataset.{JOIN}", node.get(JOIN))
+        return _check_local(str(node.get("repo_id") or root), root, node, join, needs, images)
+    reports = []
+    for member in decode_mixture(node).members:
+        renamed = {camera: slot for camera, slot in (member.cameras or {}).items() if slot is not None}
+        needs = replace(needs_of(host_cfg.policy, renamed, statistics), imagenet=bool(node.get("use_imagenet_stats")))
+        needs = replace(needs, prompt_length=prompt_length(config, needs), cameras=())  # the mixture maps them itself
+        root = folder_of(vars(member))
+        reports.append((member.name, _check_local(member.repo_id, root, vars(member), member.join, needs, images)))
+    return merged(reports)
+
+
+def statistics_choice(node: Mapping[str, Any]) -> str:
+    """``dataset.statistics``.
+
+    Raises:
+        ValueError: another word.
+    """
+    choice = str(node.get(STATISTICS) or STATISTICS_CHOICES[0])
+    if choice not in STATISTICS_CHOICES:
+        raise ValueError(f"dataset.statistics is one of {', '.join(STATISTICS_CHOICES)}; got {choice!r}.")
+    return choice
+
+
+def folder_of(node: Mapping[str, Any]) -> Path:
+    """Where a data set lies: its root, or LeRobot's folder of data sets."""
+    return Path(node["root"]) if node.get("root") else Path(HF_LEROBOT_HOME) / str(node["repo_id"])
+
+
+def prompt_length(config: Mapping[str, Any], needs: RunNeeds) -> Any:
+    return None
+
+
+def _check_local(
+    name: str, root: Path, node: Mapping[str, Any], join: Join, needs: RunNeeds, images: str
+) -> CheckReport:
+    if not (root / "meta").is_dir() and node.get("root") is None:
+        return CheckReport(name, 0, 0, [], [], "not on this machine, so not looked at")
+    episodes = node.get("episodes")
+    return check_dataset(name, read_dataset(root, episodes, images, join), needs)
+
+
+def check_dataset(name: str, reading: DatasetReading, needs: RunNeeds) -> CheckReport:
+    """Judge a reading by what a run needs.
+
+    Args:
+        name: of the data set, for the report.
+    """
+    rows = reading.rows
+    findings = list(reading.findings)
+    keys: list[KeyFigures] = []
+    if reading.tables.readable:
+        findings += naming_findings(reading.tables, needs)
+        findings += episode_findings(reading.tables, rows, reading.figures, needs)
+        findings += _key_findings(reading, needs)
+        findings += _image_statistics(reading, needs)
+        keys = [_figures_of(key, reading, needs) for key in reading.figures if key not in BOOKKEEPING]
+    return CheckReport(
+        name,
+        len(rows.starts_R),
+        len(rows.episode_N),
+        keys,
+        sorted_findings(findings),
+        reading.images,
+        reading.seconds,
+    )
+
+
+def _key_findings(reading: DatasetReading, needs: RunNeeds) -> Iterator[Finding]:
+    """Of each numeric column: what can't be read, values, statistics."""
+    tables = reading.tables
+    for key, reason in reading.unreadable.items():
+        kind = "shape_differs" if "values" in reason else "column_missing"
+        yield found(
+            kind,
+            key,
+            f"can't be read: {reason}",
+            "Record again, or correct the feature in meta/info.json.",
+            severity=None if _is_needed(key, needs) else "warning",
+        )
+    whole = tables.selected is None
+    for key, figures in reading.figures.items():
+        yield from value_findings(key, int(tables.features[key]["shape"][0]), figures, _is_needed(key, needs))
+        wanted = needs.rename_map.get(key, key)
+        if wanted in (OBS_STATE, ACTION) and not figures.num_null:
+            yield from normalisation_findings(
+                wanted, {wanted: tables.stats[key]} if key in tables.stats else {}, figures, needs, whole
+            )
+
+
+def _is_needed(key: str, needs: RunNeeds) -> bool:
+    return needs.rename_map.get(key, key) in (OBS_STATE, ACTION)
+
+
+def _image_statistics(reading: DatasetReading, needs: RunNeeds) -> Iterator[Finding]:
+    """Of cameras that the policy normalises by the data set's own statistics."""
+    mode = needs.normalisation.get("VISUAL", "")
+    if not mode or needs.imagenet:
+        return
+    for camera in reading.tables.cameras:
+        if camera not in reading.tables.stats:
+            yield found(
+                "statistics_missing",
+                camera,
+                f"{STATS} has none; upstream would train it unnormalised",
+                "Take ImageNet's: dataset.use_imagenet_stats=true.",
+            )
+
+
+def _figures_of(key: str, reading: DatasetReading, needs: RunNeeds) -> KeyFigures:
+    figures = reading.figures[key]
+    mode = needs.mode_of(needs.rename_map.get(key, key))
+    stats = reading.tables.stats.get(key, {})
+    if needs.statistics == "exact" and figures.minimum:
+        stats = exact_statistics(figures)
+    ranges = normalised_range(mode, stats, figures, needs.bounded) if mode else None
+    return KeyFigures(
+        key,
+        figures.width,
+        figures.dtype,
+        f"{needs.statistics} {mode.lower()}" if mode else "",
+        max(figures.outside, default=None),
+        None if ranges is None else float(ranges[:, 1].max()),
+    )

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One reading of a data set, whatever will be trained on it: figures of its columns, and what is wrong with any policy.
+
+It is kept by content, so that a data set is read once: the metadata files by their bytes, data and videos by name,
+size, time of change and the bytes of their ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodix.checks.column_figures import ColumnFigures, measure
+from embodix.checks.column_reading import TableRows, read_column, side_by_side
+from embodix.checks.dataset_tables import READ_ERRORS, DatasetTables, first_line, read_tables
+from embodix.checks.findings import Finding, finding_fields, finding_of
+from embodix.checks.image_rules import chosen_runs, image_findings
+from embodix.checks.row_rules import read_rows
+from embodix.checks.video_rules import video_findings
+from embodix.data.joined_columns import Join, complete_join, joined_features, joined_stats
+
+FORMAT = 1  # of what is kept; another one is read anew
+END_BYTES = 2**16
+IMAGES = ("sample", "all", "none")
+CACHE = "EMBODIX_CACHE"
+
+
+@dataclass
+class DatasetReading:
+    """What one reading gives.
+
+    Attributes:
+        tables: the metadata.
+        figures: by key.
+        unreadable: keys whose column could not be read, with the reason.
+        rows: numbers of the used rows; only their bounds are kept.
+        findings: what is wrong for any policy.
+        images: what of the images was looked at, in words.
+        seconds: process CPU time; 0 where it was known.
+    """
+
+    tables: DatasetTables
+    figures: dict[str, ColumnFigures] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    rows: TableRows = field(default_factory=TableRows)
+    findings: list[Finding] = field(default_factory=list)
+    images: str = ""
+    seconds: float = 0.0
+
+
+def read_dataset(
+    root: Path, episodes: Sequence[int] | None = None, images: str = "sample", join: Join | None = None
+) -> DatasetReading:
+    """Read a data set, or take what an earlier reading has kept.
+
+    Args:
+        root: its folder.
+        episodes: numbers of those that are used, None for all.
+        images: ``sample``, ``all`` or ``none``.
+        join: keys that are made of several columns.
+
+    Raises:
+        ValueError: another word for images, or a join of columns that are not there.
+    """
+    if images not in IMAGES:
+        raise ValueError(f"check.images is one of {', '.join(IMAGES)}; got {images!r}.")
+    tables = read_tables(root, episodes)
+    if not tables.readable:
+        return DatasetReading(tables, findings=tables.findings)
+    complete = complete_join(join or {}, tables.features)
+    kept = _cache_file(tables, images, complete)
+    tables.info = {**tables.info, "features": joined_features(complete, tables.features)}
+    tables.stats = joined_stats(complete, tables.stats)
+    reading = _load(tables, kept)
+    if reading is None:
+        started = time.process_time()
+        reading = _read(tables, images, complete)
+        reading.seconds = time.process_time() - started
+        _keep(reading, kept)
+    return reading
+
+
+def _read(tables: DatasetTables, images: str, join: Join) -> DatasetReading:
+    reading = DatasetReading(tables, findings=list(tables.findings))
+    reading.rows, problems = read_rows(tables)
+    reading.findings += problems
+    if not reading.rows.files or not len(reading.rows.episode_N):
+        return reading
+    for key in tables.numeric_keys:
+        try:
+            parts = [read_column(reading.rows.files, part, reading.rows.used) for part in join.get(key, [key])]
+        except (*READ_ERRORS, ValueError, KeyError) as error:
+            reading.unreadable[key] = first_line(error)
+            continue
+        reading.figures[key] = measure(side_by_side(parts), reading.rows, tables.stats.get(key, {}))
+    if images != "none" and tables.cameras:
+        every = images == "all"
+        wrong = list(video_findings(tables, reading.rows, every))
+        reading.findings += wrong or list(image_findings(tables, reading.rows, every))
+        looked = len(chosen_runs(reading.rows, every))
+        frames = "all frames" if every else "first, middle and last frame"
+        reading.images = f"{frames} of {looked} of {len(reading.rows.starts_R)} episodes"
+    return reading
+
+
+def content_key(tables: DatasetTables, *further: Any) -> str:
+    """A hash of a data set's content and of what else decides about a result."""
+    digest = hashlib.sha256(json.dumps([FORMAT, list(further)]).encode())
+    for file in sorted(path for folder in ("meta", "data", "videos") for path in (tables.root / folder).rglob("*")):
+        if not file.is_file() or file.name.startswith("embodix_"):
+            continue
+        status = file.stat()
+        digest.update(f"{file.relative_to(tables.root)} {status.st_size}".encode())
+        with file.open("rb") as content:
+            if file.is_relative_to(tables.root / "meta"):
+                digest.update(content.read())
+                continue
+            digest.update(str(status.st_mtime_ns).encode())
+            content.seek(max(0, status.st_size - END_BYTES))
+            digest.update(content.read())
+    return digest.hexdigest()
+
+
+def _cache_file(tables: DatasetTables, images: str, join: Join) -> Path:
+    chosen = None if tables.selected is None else list(tables.selected)
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodix"
+    return Path(os.environ.get(CACHE) or default) / "checks" / f"{content_key(tables, chosen, images, dict(join))}.json"
+
+
+def _keep(reading: DatasetReading, file: Path) -> None:
+    """Best effort: a folder that can't be written costs another reading next time, and says so."""
+    rows = reading.rows
+    content = {
+        "figures": {key: figures.as_fields() for key, figures in reading.figures.items()},
+        "unreadable": reading.unreadable,
+        "findings": [finding_fields(finding) for finding in reading.findings],
+        "images": reading.images,
+        "episodes": rows.episode_N[rows.starts_R].tolist(),
+        "lengths": (rows.ends_R - rows.starts_R).tolist(),
+    }
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(content))
+        beside.replace(file)
+    except OSError as error:
+        print(f"The check of {reading.tables.root} can't be kept in {file.parent}: {first_line(error)}")
+
+
+def _load(tables: DatasetTables, file: Path) -> DatasetReading | None:
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text())
+    lengths = np.asarray(content["lengths"], dtype=np.int64)
+    ends = np.cumsum(lengths)
+    rows = TableRows(
+        episode_N=np.repeat(np.asarray(content["episodes"], dtype=np.int64), lengths),
+        starts_R=ends - lengths,
+        ends_R=ends,
+    )
+    return DatasetReading(
+        tables,
+        figures={key: ColumnFigures.of_fields(fields) for key, fields in content["figures"].items()},
+        unreadable=content["unreadable"],
+        rows=rows,
+        findings=[finding_of(fields) for fields in content["findings"]],
+        images=content["images"],
+    )

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check before a run: what is wrong stops it, or is said, as ``check=`` asks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from lerobot.configs.train import TrainPipelineConfig
+
+from embodix.checks.dataset_check import check_data
+from embodix.checks.findings import CheckReport
+
+MODES = ("error", "warn", "off")
+NAMED_ERRORS = 12  # in a message; the page has all
+
+
+def require_sound_data(host_cfg: TrainPipelineConfig, config: Mapping[str, Any]) -> CheckReport | None:
+    """Check the data of a run that is about to start, once for all its processes.
+
+    Args:
+        host_cfg: upstream's config.
+        config: the composed config, resolved.
+
+    Raises:
+        ValueError: data that can't be trained on under ``check=error``, or an unknown mode.
+    """
+    mode = check_mode(config)
+    if mode == "off" or int(os.environ.get("RANK", "0")) > 0:
+        return None
+    report = check_data(host_cfg, config, str(config["check"]["images"]))
+    stops = mode == "error" and report.errors
+    for finding in report.warnings if stops else report.findings:
+        logging.warning("%s", finding.sentence)
+    if stops:
+        raise ValueError(refusal(report))
+    return report
+
+
+def check_mode(config: Mapping[str, Any]) -> str:
+    """``check``.
+
+    Raises:
+        ValueError: another word.
+    """
+    mode = str(config["check"]["name"])
+    if mode not in MODES:
+        raise ValueError(f"check is one of {', '.join(MODES)}; got {mode!r}.")
+    return mode
+
+
+def refusal(report: CheckReport) -> str:
+    """Why the data of a report are refused, each error with what to do."""
+    lines = [f"The data can't be trained on: {report.verdict}"]
+    lines += [f"  {finding.sentence}" for finding in report.errors[:NAMED_ERRORS]]
+    if len(report.errors) > NAMED_ERRORS:
+        lines.append(f"  and {len(report.errors) - NAMED_ERRORS} more")
+    lines.append("`lerobot check` with the same overrides shows all as a page; check=warn trains anyway.")
+    return "\n".join(lines)
