@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from damage import Damage, write_sweeping
+from embodix.testing.damaged_datasets import Damage, write_sweeping
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import pytest
-from damage import QUANTILES, Damage
 
 from embodix.checks.dataset_check import check_dataset
 from embodix.checks.dataset_reading import read_dataset
+from embodix.testing.damaged_datasets import QUANTILES, Damage
 
 
 def test_a_second_check_reads_nothing_and_says_the_same(damaged: Damage) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import QUANTILES, Damage, write_sweeping
 
 from embodix.checks.dataset_check import check_dataset
 from embodix.checks.dataset_reading import read_dataset
 from embodix.checks.run_needs import RunNeeds
+from embodix.testing.damaged_datasets import QUANTILES, Damage, write_sweeping
 
 MEAN_STD = RunNeeds("act", {"STATE": "MEAN_STD", "ACTION": "MEAN_STD"}, chunk=8)
 MIN_MAX = RunNeeds("groot", {"STATE": "MIN_MAX", "ACTION": "MIN_MAX"}, bounded=True, chunk=16, language=True)
