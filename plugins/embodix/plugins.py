@@ -12,7 +12,6 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
-import inspect
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 
 import pluggy
 
+from embodix.arguments import typed_arguments
 from embodix.hookspecs import PROJECT_NAME, EmbodixSpec, Registration, hook_names
 
 ENTRY_POINT_GROUP = "embodix"
@@ -99,20 +99,19 @@ class PluginRegistry:
         """An instance of the implementation called ``name`` with a config's options.
 
         Raises:
-            PluginError: unknown name, a target that cannot be imported, or an option that it does not take.
+            PluginError: unknown name, or a target that cannot be imported.
+            embodix.arguments.ArgumentError: see `arguments`.
         """
-        implementation = self.resolve(kind, name)
-        parameters = inspect.signature(implementation).parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        unknown = [option for option in options if option not in parameters]
-        if unknown and not takes_any:
-            near = difflib.get_close_matches(unknown[0], parameters, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise PluginError(
-                f"{_singular(kind)} {name!r} has no option {', '.join(map(repr, unknown))}.{hint} "
-                f"Options: {', '.join(parameters) or 'none'}."
-            )
-        return implementation(**options)
+        return self.resolve(kind, name)(**self.arguments(kind, name, options))
+
+    def arguments(self, kind: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """A config's options as the implementation called ``name`` takes them: `no` as False where it wants a bool.
+
+        Raises:
+            PluginError: unknown name, or a target that cannot be imported.
+            embodix.arguments.ArgumentError: an option that it does not take, or a value that is none of its type.
+        """
+        return typed_arguments(self.resolve(kind, name), options, f"{_singular(kind)} {name!r}")
 
     def resolve_all(self, kind: str) -> dict[str, Any]:
         """Import every implementation of a kind, by name."""

@@ -165,3 +165,34 @@ def test_field_upstream_rejects_when_resuming(run_verb: Command, demonstrations:
     code, printed = run_verb("train", f"resume={run}", "+policy.chunk_sise=3", f"hydra.run.dir={tmp_path}/hydra")
     assert code == 1
     assert "The fields `chunk_sise` are not valid for PI05Config\n Did you mean chunk_size?" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval", "+controlls=[blind]"], "'controlls' is neither a group nor a field of eval; did you mean controls?"),
+        (["quantize", "a", "b", "+gat.enabled=true"], "'gat' is neither a group nor a field of quantize; did you mean"),
+        (["compare", "+plugins=embodix"], "'plugins' is neither a group nor a field of compare; did you mean plugin"),
+        (["plan", "+hydra.run.dirr=x"], "'hydra.run.dirr' is no field of Hydra; did you mean hydra.run.dir"),
+        (
+            ["data", "metaworld", "root=x", "+sead=3"],
+            "lerobot data metaworld has no option 'sead'. Did you mean 'seed'",
+        ),
+        (["data", "metaworld", "root=x", "seed=many"], "option 'seed', is a whole number; got 'many'."),
+    ],
+)
+def test_a_misspelt_key_is_refused_by_every_verb(
+    run_verb: Command, tmp_path: Path, words: list[str], message: str
+) -> None:
+    code, printed = run_verb(*words, f"hydra.run.dir={tmp_path}")
+    assert code == 1
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_doctor_names_a_misspelt_key(capsys: pytest.CaptureFixture[str]) -> None:
+    from embodix.cli.doctor import run
+
+    assert run(["+trian.steps=3", "--json"]) == 1
+    needs = json.loads(capsys.readouterr().out)["needs"]
+    assert any("'trian' is neither a group nor a field of train; did you mean train?" in need for need in needs)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from embodix import hookspecs, plugins
+from embodix.arguments import ArgumentError
 from embodix.plugins import PluginError, load_plugins
 
 HEADER = "from embodix import Registration, hookimpl\n"
@@ -182,10 +183,10 @@ def test_an_option_that_does_not_exist_is_named_with_the_nearest():
     packer = plugins.build("packers", "token_budget", {"budget": 1000})
     assert packer.name == "token_budget"
     with pytest.raises(
-        PluginError, match=r"'token_budget' has no option 'budgett'\. Did you mean 'budget'\? Options: "
+        ArgumentError, match=r"'token_budget' has no option 'budgett'\. Did you mean 'budget'\? Options: "
     ):
         plugins.build("packers", "token_budget", {"budgett": 1000})
-    with pytest.raises(PluginError, match=r"'padding_free' has no option 'budget'\. Options: none"):
+    with pytest.raises(ArgumentError, match=r"'padding_free' has no option 'budget'\. Options: none"):
         plugins.build("packers", "padding_free", {"budget": 1000})
 
 

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from embodix.cli.hydra_app import explain
+from embodix.config.closed import UnknownKeyError
 from embodix.config.compose import compose
 from embodix.doctor.console import show
 from embodix.doctor.needs import diagnose
@@ -53,7 +54,7 @@ def _compose(config_name: str, overrides: list[str]) -> tuple[DictConfig | None,
     """The config, or None and why it can't be composed: the rest of the examination goes on without it."""
     try:
         return compose(config_name, overrides), None
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, UnknownKeyError) as error:
         return None, explain(error, config_name, overrides)
 
 

@@ -11,6 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
+from embodix.config.closed import require_known_keys
 
 CONFIG_MODULE = "embodix.hydra_conf"
 
@@ -52,12 +53,16 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
 
     Raises:
         hydra.errors.HydraException: a group, option or field that does not exist.
+        embodix.config.closed.UnknownKeyError: a key that was added and that no schema knows.
     """
     register_schemas(config_name)
     if GlobalHydra.instance().is_initialized():
-        return hydra.compose(config_name, overrides=overrides)
-    with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        return hydra.compose(config_name, overrides=overrides)
+        config = hydra.compose(config_name, overrides=overrides)
+    else:
+        with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+            config = hydra.compose(config_name, overrides=overrides)
+    require_known_keys(config, config_name)
+    return config
 
 
 def compose_train(overrides: list[str]) -> DictConfig:
