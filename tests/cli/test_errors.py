@@ -196,3 +196,22 @@ def test_doctor_names_a_misspelt_key(capsys: pytest.CaptureFixture[str]) -> None
     assert run(["+trian.steps=3", "--json"]) == 1
     needs = json.loads(capsys.readouterr().out)["needs"]
     assert any("'trian' is neither a group nor a field of train; did you mean train?" in need for need in needs)
+
+
+@pytest.mark.parametrize("verb", ["train", "compare", "plan"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.save_freq=0", "train.save_freq must be at least 1; got 0."),
+        ("policy.image_resolution=[60,60]", "must be a multiple of the patch of 14 pixels"),
+        ("+optimizer.lr=3", "belongs to no optimizer"),
+    ],
+)
+def test_what_can_not_be_trained_is_refused_before_the_data_is_looked_at(
+    run_verb: Command, tmp_path: Path, verb: str, override: str, message: str
+) -> None:
+    words = ("policy=pi05_small", f"dataset.root={tmp_path}/nowhere", f"hydra.run.dir={tmp_path}/out")
+    code, printed = run_verb(verb, *words, override)
+    assert code == 1
+    assert message in printed
+    assert "No LeRobotDataset" not in printed

@@ -74,5 +74,7 @@ def test_null_missing_and_interpolated_nodes_are_passed_over() -> None:
     config = OmegaConf.structured(Outer)
     require_known_keys(config, "it")
     OmegaConf.update(config, "inner.deep", 1, force_add=True)
-    with pytest.raises(UnknownKeyError, match="'inner.deep' is neither a group nor a field of it; did you mean inner."):
+    with pytest.raises(
+        UnknownKeyError, match=r"'inner.deep' is neither a group nor a field of it; did you mean inner."
+    ):
         require_known_keys(config, "it")
