@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from embodix import plugins
+from embodix import Registration, plugins
 from embodix.plugins import PluginRecord, load_plugins
 
 Command = Callable[..., tuple[int, str]]
@@ -215,3 +215,61 @@ def test_what_can_not_be_trained_is_refused_before_the_data_is_looked_at(
     assert code == 1
     assert message in printed
     assert "No LeRobotDataset" not in printed
+
+
+@pytest.fixture
+def registry_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
+    """Registers a target of a kind under a name, by a plugin called ``third``."""
+    registry = load_plugins()
+    monkeypatch.setattr(plugins, "registry", lambda: registry)
+    monkeypatch.setattr("embodix.cli.doctor.load_plugins", lambda: registry)
+
+    def register(kind: str, name: str, target: str) -> None:
+        registry.implementations[kind][name] = Registration(name, target, "of a third party")
+        registry.providers[kind, name] = "third"
+
+    return register
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "target", "words", "message"),
+    [
+        ("verbs", "mine", "nowhere_at_all:run", ["mine"], "verb 'mine' of plugin 'third' cannot be imported from nowh"),
+        ("schemas", "mine", "nowhere_at_all:register", ["plan"], "schema 'mine' of plugin 'third' cannot be imported"),
+        ("schemas", "mine", "operator:add", ["plan"], "schema 'mine' of plugin 'third' can't be registered: TypeError"),
+        (
+            "packers",
+            "mine",
+            "nowhere_at_all:P",
+            ["plan", "packing.name=mine"],
+            "packer 'mine' of plugin 'third' cannot",
+        ),
+    ],
+)
+def test_what_a_run_needs_of_a_broken_plugin_is_named(
+    registry_with: Callable[[str, str, str], None],
+    run_verb: Command,
+    tmp_path: Path,
+    kind: str,
+    name: str,
+    target: str,
+    words: list[str],
+    message: str,
+) -> None:
+    registry_with(kind, name, target)
+    code, printed = run_verb(*words, "policy=pi05_small", f"hydra.run.dir={tmp_path}")
+    assert code == 1
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_doctor_goes_on_where_a_schema_is_broken(
+    registry_with: Callable[[str, str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from embodix.cli.doctor import run
+
+    registry_with("schemas", "mine", "operator:add")
+    assert run(["--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert any("schema 'mine' of plugin 'third' can't be registered" in need for need in printed["needs"])
+    assert printed["machine"]["num_cores"] >= 1 and len(printed["implementations"]) > 50

@@ -39,11 +39,11 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     Returns:
         0, or 1 after a user's mistake was printed (set HYDRA_FULL_ERROR=1 for the traceback).
     """
-    register_schemas(config_name)
     sys.argv = [sys.argv[0], *argv]
     wants_traceback = os.environ.get(FULL_ERROR) == "1"
     os.environ[FULL_ERROR] = "1"  # Hydra then raises instead of printing and leaving
     try:
+        register_schemas(config_name)
         hydra.main(version_base="1.3", config_path=CONFIG_PACKAGE, config_name=config_name)(_closed(task))()
     except (*USER_MISTAKES, ValueError, PatchError, FileNotFoundError, FileExistsError) as error:
         if wants_traceback:

@@ -12,18 +12,34 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
 from embodix.config.closed import require_known_keys
+from embodix.plugins import FAILURES, PluginError, PluginRegistry
 
 CONFIG_MODULE = "embodix.hydra_conf"
 
 
 def register_schemas(config_name: str) -> None:
-    """Make schemas known to Hydra: all, without those of other primary configs where this one has its own."""
+    """Make schemas known to Hydra: all, without those of other primary configs where this one has its own.
+
+    Raises:
+        embodix.plugins.PluginError: one that can't be imported or fails.
+    """
     registry = plugins.registry()
     names = registry.names("schemas")
     others = set(config_names()) - {config_name} if config_name in names else ()
     for name in names:
         if name not in others:
-            registry.resolve("schemas", name)()
+            _register_schema(registry, name)
+
+
+def _register_schema(registry: PluginRegistry, name: str) -> None:
+    register = registry.resolve("schemas", name)
+    try:
+        register()
+    except FAILURES as error:
+        raise PluginError(
+            f"schema {name!r} of plugin {registry.providers['schemas', name]!r} can't be registered: "
+            f"{type(error).__name__}: {error}. Repair or uninstall the plugin."
+        ) from error
 
 
 def config_packages() -> list[str]:
