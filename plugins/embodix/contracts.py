@@ -10,7 +10,7 @@ padded prefix; F stochastic steps of each, T action steps, A padded action dimen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, runtim
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from lerobot.configs.policies import PreTrainedConfig
     from lerobot.configs.train import TrainPipelineConfig
     from omegaconf import DictConfig
     from torch import Tensor, nn
@@ -263,6 +264,20 @@ class PolicySupport:
     def patches(self, cfg: DictConfig) -> dict[str, dict[str, Any]]:
         """Further patches, with their options, that a run of this config needs."""
         return {}
+
+    def config_faults(self, config: PreTrainedConfig, architecture: Mapping[str, Any] | None) -> Iterable[str]:
+        """What of the policy's config can't be trained, a sentence each with the rule and what was got; asked before
+        data or weights are loaded.
+
+        Args:
+            config: upstream's, decoded.
+            architecture: the config's node; None for the real size.
+        """
+        return ()
+
+    def config_notes(self, config: PreTrainedConfig) -> Iterable[str]:
+        """What upstream makes of the policy's fields otherwise than they say, a sentence each; said before a run."""
+        return ()
 
     def prepare_assets(self, cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None:
         """Put files that upstream reads in their place and name them in upstream's config."""

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from embodix import plugins
+from embodix.arguments import typed_arguments
 
 
 class PatchError(RuntimeError):
@@ -97,12 +98,24 @@ def is_applied(name: str) -> bool:
     return name in _applied
 
 
+def patch_arguments(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's options as the patch takes them.
+
+    Raises:
+        PatchError: no such patch.
+        embodix.arguments.ArgumentError: an option that it does not take, or a value that is none of its type.
+    """
+    return typed_arguments(patch_module(name).apply, options, f"patch {name!r}")
+
+
 def apply_patch(name: str, **options: Any) -> None:
     """Apply a patch; a second request with the same options is counted, not applied again.
 
     Raises:
         PatchError: unknown patch, host version out of range, or already applied with other options.
+        embodix.arguments.ArgumentError: an option that it does not take, or a value that is none of its type.
     """
+    module, options = patch_module(name), patch_arguments(name, options)
     current = _applied.get(name)
     if current is not None:
         if current.options != options:
@@ -112,7 +125,6 @@ def apply_patch(name: str, **options: Any) -> None:
             )
         current.users += 1
         return
-    module = patch_module(name)
     problem = module.PATCH.version_problem()
     if problem:
         raise PatchError(f"Patch {name!r} of {module.PATCH.target} does not fit this host: {problem}.")

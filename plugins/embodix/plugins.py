@@ -12,7 +12,8 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
-import inspect
+import importlib.util
+import re
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,9 +21,13 @@ from typing import Any
 
 import pluggy
 
+from embodix.arguments import typed_arguments
 from embodix.hookspecs import PROJECT_NAME, EmbodixSpec, Registration, hook_names
 
 ENTRY_POINT_GROUP = "embodix"
+TARGET = re.compile(r"[\w.]+:\w+")
+FAILURES = (Exception, SystemExit)
+"""What the code of a plugin may fail with: some packages call sys.exit where they are imported."""
 
 
 class PluginError(ValueError):
@@ -88,7 +93,7 @@ class PluginRegistry:
         module_name, _, attribute = registration.target.partition(":")
         try:
             return getattr(importlib.import_module(module_name), attribute)
-        except Exception as error:
+        except FAILURES as error:
             raise PluginError(
                 f"{_singular(kind)} {name!r} of plugin {self.providers[kind, name]!r} cannot be imported from "
                 f"{registration.target}: {type(error).__name__}: {error}. "
@@ -99,20 +104,19 @@ class PluginRegistry:
         """An instance of the implementation called ``name`` with a config's options.
 
         Raises:
-            PluginError: unknown name, a target that cannot be imported, or an option that it does not take.
+            PluginError: unknown name, or a target that cannot be imported.
+            embodix.arguments.ArgumentError: see `arguments`.
         """
-        implementation = self.resolve(kind, name)
-        parameters = inspect.signature(implementation).parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        unknown = [option for option in options if option not in parameters]
-        if unknown and not takes_any:
-            near = difflib.get_close_matches(unknown[0], parameters, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise PluginError(
-                f"{_singular(kind)} {name!r} has no option {', '.join(map(repr, unknown))}.{hint} "
-                f"Options: {', '.join(parameters) or 'none'}."
-            )
-        return implementation(**options)
+        return self.resolve(kind, name)(**self.arguments(kind, name, options))
+
+    def arguments(self, kind: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """A config's options as the implementation called ``name`` takes them: `no` as False where it wants a bool.
+
+        Raises:
+            PluginError: unknown name, or a target that cannot be imported.
+            embodix.arguments.ArgumentError: an option that it does not take, or a value that is none of its type.
+        """
+        return typed_arguments(self.resolve(kind, name), options, f"{_singular(kind)} {name!r}")
 
     def resolve_all(self, kind: str) -> dict[str, Any]:
         """Import every implementation of a kind, by name."""
@@ -151,11 +155,10 @@ def _last_line(text: str | None) -> str:
 def load_plugins(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> PluginRegistry:
     """Load every entry point of the group on its own and collect what it registers.
 
+    A plugin that breaks a rule is left out whole and kept as a broken record; it hides no other.
+
     Args:
         entry_points: the entry points to load; default: those installed under the group ``embodix``.
-
-    Raises:
-        PluginError: two plugins register the same name for the same kind.
     """
     registry = PluginRegistry(implementations={name.removeprefix("register_"): {} for name in hook_names()})
     if entry_points is None:
@@ -169,14 +172,15 @@ def _load_one(registry: PluginRegistry, entry_point: importlib.metadata.EntryPoi
     distribution = _named(entry_point.dist) if entry_point.dist else "unknown"
     try:
         found = _registrations_of(entry_point)
-    except Exception:
+        _require_new_names(registry, found, entry_point.name)
+    except FAILURES:
         record = PluginRecord(entry_point.name, distribution, entry_point.value, traceback.format_exc())
         registry.plugins.append(record)
         return
     registry.plugins.append(PluginRecord(entry_point.name, distribution, entry_point.value))
     for kind, registrations in found.items():
-        for registration in registrations:
-            _add(registry, kind, registration, entry_point.name)
+        registry.implementations[kind] |= {registration.name: registration for registration in registrations}
+        registry.providers |= {(kind, registration.name): entry_point.name for registration in registrations}
 
 
 @functools.cache  # each access to the name or version of a distribution reads its metadata anew
@@ -193,26 +197,51 @@ def _registrations_of(entry_point: importlib.metadata.EntryPoint) -> dict[str, l
     manager.check_pending()
     found: dict[str, list[Registration]] = {}
     for hook_name in hook_names():
-        for registrations in getattr(manager.hook, hook_name)():
-            for registration in registrations:
-                if not isinstance(registration, Registration) or ":" not in registration.target:
-                    raise PluginError(
-                        f"{hook_name} must return embodix.Registration records whose target reads "
-                        f"'package.module:attribute'; got {registration!r}."
-                    )
+        # Called one by one: pluggy leaves out a hook that returns None.
+        for implementation in getattr(manager.hook, hook_name).get_hookimpls():
+            registrations = _checked(hook_name, implementation.function())
             found.setdefault(hook_name.removeprefix("register_"), []).extend(registrations)
     return found
 
 
-def _add(registry: PluginRegistry, kind: str, registration: Registration, plugin: str) -> None:
-    earlier = registry.providers.get((kind, registration.name))
-    if earlier is not None:
-        raise PluginError(
-            f"{_singular(kind)} {registration.name!r} is registered by both {earlier!r} and {plugin!r}; "
-            f"uninstall one of them or rename. Known: {', '.join(registry.names(kind))}."
-        )
-    registry.implementations[kind][registration.name] = registration
-    registry.providers[kind, registration.name] = plugin
+def _checked(hook_name: str, returned: Any) -> list[Registration]:
+    """What a hook returned.
+
+    Raises:
+        PluginError: it is no list of sound registrations.
+    """
+    if not isinstance(returned, list | tuple):
+        raise PluginError(f"{hook_name} must return a list of embodix.Registration; got {returned!r}.")
+    for registration in returned:
+        if not isinstance(registration, Registration) or not TARGET.fullmatch(str(registration.target)):
+            raise PluginError(
+                f"{hook_name} must return embodix.Registration records whose target reads "
+                f"'package.module:attribute'; got {registration!r}."
+            )
+        if not isinstance(registration.name, str) or not registration.name:
+            raise PluginError(f"{hook_name} must return registrations with a name; got {registration!r}.")
+        if hook_name == "register_config_packages":
+            _require_package(registration.target.partition(":")[0])
+    return list(returned)
+
+
+def _require_package(package: str) -> None:
+    """Hydra looks for every config in all packages, so one that is not there would stop every command."""
+    if importlib.util.find_spec(package) is None:
+        raise PluginError(f"register_config_packages must name packages that are there; {package!r} is not.")
+
+
+def _require_new_names(registry: PluginRegistry, found: Mapping[str, list[Registration]], plugin: str) -> None:
+    for kind, registrations in found.items():
+        seen: set[str] = set()
+        for name in (registration.name for registration in registrations):
+            earlier = plugin if name in seen else registry.providers.get((kind, name))
+            if earlier is not None:
+                raise PluginError(
+                    f"{_singular(kind)} {name!r} is registered by both {earlier!r} and {plugin!r}, so {plugin!r} is "
+                    f"left out; uninstall one of them or rename. Known: {', '.join(registry.names(kind))}."
+                )
+            seen.add(name)
 
 
 @functools.cache

@@ -61,6 +61,13 @@ class GrootN15(PolicySupport):
     def patches(self, cfg: DictConfig) -> dict[str, dict[str, Any]]:
         return {"lerobot_groot_samples": {"language": cfg.language.name}}
 
+    def config_notes(self, config: Any) -> Iterator[str]:
+        if (trained := len(config.action_delta_indices)) < config.chunk_size:
+            yield (
+                f"policy.chunk_size={config.chunk_size} trains {trained} steps of actions: the action head of GR00T "
+                f"predicts no more, and policy.n_action_steps={config.n_action_steps} plays no more."
+            )
+
     def prepare_assets(self, cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None:
         from embodix_groot.assets import prepare_host_assets
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from embodix.contracts import LanguageModel, MemorySaver, ModuleKind, PolicySupport, SampleLayout, SampleShape
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from embodix_pi05.wrapper import Pi05Wrapper
 
 DECODER_LINEAR = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+PATCH_SIZE = 14  # of PaliGemma's vision tower
 _WITH_EXPERT = r"model\.paligemma_with_expert\."
 
 
@@ -68,6 +69,14 @@ class Pi05(PolicySupport):
         MemorySaver("dtype", "bfloat16", "rounding of bfloat16, in weights and optimizer too", exact=False),
         MemorySaver("train_expert_only", True, "the vision-language model is not trained", exact=False),
     )
+
+    def config_faults(self, config: Any, architecture: Mapping[str, Any] | None) -> Iterator[str]:
+        height, width = config.image_resolution
+        patch = PATCH_SIZE if architecture is None else (architecture.get("vision") or {}).get("patch_size", PATCH_SIZE)
+        if height != width or height < 1:
+            yield f"policy.image_resolution is a square of 1 pixel at least; got {[height, width]}."
+        elif height % patch:
+            yield f"policy.image_resolution must be a multiple of the patch of {patch} pixels; got {[height, width]}."
 
     def wrapper(self) -> Pi05Wrapper:
         from embodix_pi05.wrapper import Pi05Wrapper

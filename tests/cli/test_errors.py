@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from embodix import plugins
+from embodix import Registration, plugins
 from embodix.plugins import PluginRecord, load_plugins
 
 Command = Callable[..., tuple[int, str]]
@@ -165,3 +165,111 @@ def test_field_upstream_rejects_when_resuming(run_verb: Command, demonstrations:
     code, printed = run_verb("train", f"resume={run}", "+policy.chunk_sise=3", f"hydra.run.dir={tmp_path}/hydra")
     assert code == 1
     assert "The fields `chunk_sise` are not valid for PI05Config\n Did you mean chunk_size?" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval", "+controlls=[blind]"], "'controlls' is neither a group nor a field of eval; did you mean controls?"),
+        (["quantize", "a", "b", "+gat.enabled=true"], "'gat' is neither a group nor a field of quantize; did you mean"),
+        (["compare", "+plugins=embodix"], "'plugins' is neither a group nor a field of compare; did you mean plugin"),
+        (["plan", "+hydra.run.dirr=x"], "'hydra.run.dirr' is no field of Hydra; did you mean hydra.run.dir"),
+        (
+            ["data", "metaworld", "root=x", "+sead=3"],
+            "lerobot data metaworld has no option 'sead'. Did you mean 'seed'",
+        ),
+        (["data", "metaworld", "root=x", "seed=many"], "option 'seed', is a whole number; got 'many'."),
+    ],
+)
+def test_a_misspelt_key_is_refused_by_every_verb(
+    run_verb: Command, tmp_path: Path, words: list[str], message: str
+) -> None:
+    code, printed = run_verb(*words, f"hydra.run.dir={tmp_path}")
+    assert code == 1
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_doctor_names_a_misspelt_key(capsys: pytest.CaptureFixture[str]) -> None:
+    from embodix.cli.doctor import run
+
+    assert run(["+trian.steps=3", "--json"]) == 1
+    needs = json.loads(capsys.readouterr().out)["needs"]
+    assert any("'trian' is neither a group nor a field of train; did you mean train?" in need for need in needs)
+
+
+@pytest.mark.parametrize("verb", ["train", "compare", "plan"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.save_freq=0", "train.save_freq must be at least 1; got 0."),
+        ("policy.image_resolution=[60,60]", "must be a multiple of the patch of 14 pixels"),
+        ("+optimizer.lr=3", "belongs to no optimizer"),
+    ],
+)
+def test_what_can_not_be_trained_is_refused_before_the_data_is_looked_at(
+    run_verb: Command, tmp_path: Path, verb: str, override: str, message: str
+) -> None:
+    words = ("policy=pi05_small", f"dataset.root={tmp_path}/nowhere", f"hydra.run.dir={tmp_path}/out")
+    code, printed = run_verb(verb, *words, override)
+    assert code == 1
+    assert message in printed
+    assert "No LeRobotDataset" not in printed
+
+
+@pytest.fixture
+def registry_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
+    """Registers a target of a kind under a name, by a plugin called ``third``."""
+    registry = load_plugins()
+    monkeypatch.setattr(plugins, "registry", lambda: registry)
+    monkeypatch.setattr("embodix.cli.doctor.load_plugins", lambda: registry)
+
+    def register(kind: str, name: str, target: str) -> None:
+        registry.implementations[kind][name] = Registration(name, target, "of a third party")
+        registry.providers[kind, name] = "third"
+
+    return register
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "target", "words", "message"),
+    [
+        ("verbs", "mine", "nowhere_at_all:run", ["mine"], "verb 'mine' of plugin 'third' cannot be imported from nowh"),
+        ("schemas", "mine", "nowhere_at_all:register", ["plan"], "schema 'mine' of plugin 'third' cannot be imported"),
+        ("schemas", "mine", "operator:add", ["plan"], "schema 'mine' of plugin 'third' can't be registered: TypeError"),
+        (
+            "packers",
+            "mine",
+            "nowhere_at_all:P",
+            ["plan", "packing.name=mine"],
+            "packer 'mine' of plugin 'third' cannot",
+        ),
+    ],
+)
+def test_what_a_run_needs_of_a_broken_plugin_is_named(
+    registry_with: Callable[[str, str, str], None],
+    run_verb: Command,
+    tmp_path: Path,
+    kind: str,
+    name: str,
+    target: str,
+    words: list[str],
+    message: str,
+) -> None:
+    registry_with(kind, name, target)
+    code, printed = run_verb(*words, "policy=pi05_small", f"hydra.run.dir={tmp_path}")
+    assert code == 1
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_doctor_goes_on_where_a_schema_is_broken(
+    registry_with: Callable[[str, str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from embodix.cli.doctor import run
+
+    registry_with("schemas", "mine", "operator:add")
+    assert run(["--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert any("schema 'mine' of plugin 'third' can't be registered" in need for need in printed["needs"])
+    assert printed["machine"]["num_cores"] >= 1 and len(printed["implementations"]) > 50

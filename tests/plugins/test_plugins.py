@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from embodix import hookspecs, plugins
+from embodix.arguments import ArgumentError
 from embodix.plugins import PluginError, load_plugins
 
 HEADER = "from embodix import Registration, hookimpl\n"
@@ -111,7 +112,19 @@ def test_every_hook_has_a_docstring_and_a_test(hook):
             r"hookimpl definition: register_packers(device)",
         ),
         ("returns_something_else", "@hookimpl\ndef register_packers():\n    return ['x']\n", "must return"),
+        ("returns_nothing", "@hookimpl\ndef register_packers():\n    pass\n", "must return a list of embodix.Reg"),
+        ("returns_a_word", "@hookimpl\ndef register_packers():\n    return 'x'\n", "must return a list of embodix.Reg"),
         ("names_no_attribute", _registering("register_packers", "x", "module_only"), "package.module:attribute"),
+        ("names_a_path", _registering("register_packers", "x", "my/module.py:x"), "package.module:attribute"),
+        ("has_no_name", _registering("register_packers", "", "m:x"), "registrations with a name"),
+        ("leaves_python", "import sys\nsys.exit('no licence')\n", "SystemExit: no licence"),
+        ("leaves_python_late", "@hookimpl\ndef register_packers():\n    raise SystemExit(3)\n", "SystemExit: 3"),
+        ("names_no_package", _registering("register_config_packages", "x", "nowhere_at_all:__name__"), "is not."),
+        (
+            "twice_in_itself",
+            "@hookimpl\ndef register_packers():\n    return 2 * [Registration('x', 'm:x', 's')]\n",
+            "registered by both 'twice_in_itself' and 'twice_in_itself'",
+        ),
         ("raises", "@hookimpl\ndef register_packers():\n    raise RuntimeError('no driver')\n", "no driver"),
     ],
 )
@@ -134,11 +147,21 @@ def test_a_strict_run_names_every_broken_plugin(make_plugin):
     assert all(f"fault {n}" in str(caught.value) for n in range(3))
 
 
-def test_a_name_registered_twice_is_an_error_that_names_both(make_plugin):
+def test_a_name_registered_twice_leaves_the_second_plugin_out_and_names_both(make_plugin):
     one = make_plugin("first", _registering("register_packers", "same", "first:hookimpl"))
-    two = make_plugin("second", _registering("register_packers", "same", "second:hookimpl"))
+    more = _registering("register_runners", "another", "second:hookimpl")
+    two = make_plugin("second", _registering("register_packers", "same", "second:hookimpl") + more)
+    registry = load_plugins([one, two])
+    assert registry.providers == {("packers", "same"): "first"}
     with pytest.raises(PluginError, match="packer 'same' is registered by both 'first' and 'second'"):
-        load_plugins([one, two])
+        registry.require_healthy()
+
+
+def test_a_target_that_leaves_python_says_so(make_plugin, tmp_path):
+    (tmp_path / "leaving_part.py").write_text("raise SystemExit(4)\n")
+    registry = load_plugins([make_plugin("leaves", _registering("register_runners", "mine", "leaving_part:Thing"))])
+    with pytest.raises(PluginError, match="runner 'mine' of plugin 'leaves' cannot be imported .* SystemExit: 4"):
+        registry.resolve("runners", "mine")
 
 
 def test_one_name_in_two_kinds_is_no_duplicate(make_plugin):
@@ -182,10 +205,10 @@ def test_an_option_that_does_not_exist_is_named_with_the_nearest():
     packer = plugins.build("packers", "token_budget", {"budget": 1000})
     assert packer.name == "token_budget"
     with pytest.raises(
-        PluginError, match=r"'token_budget' has no option 'budgett'\. Did you mean 'budget'\? Options: "
+        ArgumentError, match=r"'token_budget' has no option 'budgett'\. Did you mean 'budget'\? Options: "
     ):
         plugins.build("packers", "token_budget", {"budgett": 1000})
-    with pytest.raises(PluginError, match=r"'padding_free' has no option 'budget'\. Options: none"):
+    with pytest.raises(ArgumentError, match=r"'padding_free' has no option 'budget'\. Options: none"):
         plugins.build("packers", "padding_free", {"budget": 1000})
 
 

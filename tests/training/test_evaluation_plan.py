@@ -11,7 +11,7 @@ import pytest
 
 from embodix.config.compose import compose
 from embodix.training import checkpoint_evaluation
-from embodix.training.checkpoint_evaluation import evaluation_command, plan_evaluation
+from embodix.training.checkpoint_evaluation import EvaluationOptions, evaluation_command, plan_evaluation
 
 SIMULATED = ["env=metaworld", "evaluation=background", "train.eval_freq=20", "train.save_freq=10"]
 
@@ -71,7 +71,17 @@ def test_what_would_evaluate_nothing_is_refused(overrides: list[str], message: s
 
 
 def test_the_command_evaluates_a_checkpoint_where_the_plan_says() -> None:
-    options = {"n_episodes": 2, "first_seed": 9, "num_slots": 4, "num_workers": 1, "videos": 0, "device": "cuda:1"}
+    options = EvaluationOptions(
+        n_episodes=2,
+        first_seed=9,
+        num_slots=4,
+        num_workers=1,
+        num_threads=1,
+        videos=0,
+        device="cuda:1",
+        keep="all",
+        max_pending=1,
+    )
     command = evaluation_command(Path("a b/000020"), Path("out"), options)
     assert command[1:4] == ["-m", "embodix", "eval"]
     assert {

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from hydra.utils import instantiate
+from typing import Any
+
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
+from embodix.arguments import typed_arguments
 from embodix.cli.hydra_app import run_hydra_app
 from embodix.config.compose import options_of
 
@@ -17,12 +20,14 @@ def data_task(cfg: DictConfig) -> None:
     Raises:
         ValueError: it names none.
     """
-    fields = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(fields, dict)
+    fields: Any = OmegaConf.to_container(cfg, resolve=True)
     if "source" not in fields:
         raise ValueError(f"Name what to record: lerobot data <{'|'.join(options_of('data'))}> root=<folder>.")
     source = str(fields.pop("source"))
     record = plugins.resolve("data_sources", source)
+    if settings := fields.get("_target_"):
+        taken = {name: value for name, value in fields.items() if name != "_target_"}
+        fields |= typed_arguments(get_class(settings), taken, f"lerobot data {source}")
     record(instantiate(fields, _convert_="all"))
 
 

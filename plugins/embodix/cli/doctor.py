@@ -17,7 +17,7 @@ from embodix.cli.hydra_app import explain
 from embodix.config.compose import compose
 from embodix.doctor.console import show
 from embodix.doctor.needs import diagnose
-from embodix.plugins import PluginError, load_plugins
+from embodix.plugins import load_plugins
 
 WIDTH_OF_FILES = 150
 
@@ -32,11 +32,7 @@ def run(argv: list[str]) -> int:
         0 when everything that the config needs works, else 1.
     """
     arguments = _parser().parse_args(argv)
-    try:
-        registry = load_plugins()
-    except PluginError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    registry = load_plugins()
     config, fault = _compose(arguments.config_name, arguments.overrides)
     diagnosis = diagnose(registry, config)
     diagnosis.overrides = arguments.overrides
@@ -53,7 +49,7 @@ def _compose(config_name: str, overrides: list[str]) -> tuple[DictConfig | None,
     """The config, or None and why it can't be composed: the rest of the examination goes on without it."""
     try:
         return compose(config_name, overrides), None
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         return None, explain(error, config_name, overrides)
 
 

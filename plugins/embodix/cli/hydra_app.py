@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
 import sys
@@ -15,12 +16,14 @@ from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from embodix.config.closed import did_you_mean, require_known_hydra_keys, require_known_keys
 from embodix.config.compose import CONFIG_MODULE, compose, config_names, register_schemas
 from embodix.patching import PatchError
 
@@ -36,12 +39,12 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     Returns:
         0, or 1 after a user's mistake was printed (set HYDRA_FULL_ERROR=1 for the traceback).
     """
-    register_schemas(config_name)
     sys.argv = [sys.argv[0], *argv]
     wants_traceback = os.environ.get(FULL_ERROR) == "1"
     os.environ[FULL_ERROR] = "1"  # Hydra then raises instead of printing and leaving
     try:
-        hydra.main(version_base="1.3", config_path=CONFIG_PACKAGE, config_name=config_name)(task)()
+        register_schemas(config_name)
+        hydra.main(version_base="1.3", config_path=CONFIG_PACKAGE, config_name=config_name)(_closed(task))()
     except (*USER_MISTAKES, ValueError, PatchError, FileNotFoundError, FileExistsError) as error:
         if wants_traceback:
             raise
@@ -51,6 +54,19 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     finally:
         os.environ[FULL_ERROR] = "1" if wants_traceback else "0"
     return 0
+
+
+def _closed(task: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
+    """The task of a config whose keys are all known; Hydra composes it, and takes any key after a ``+``."""
+
+    @functools.wraps(task)
+    def run_checked(cfg: DictConfig) -> Any:
+        hydra_cfg: Any = HydraConfig.get()
+        require_known_keys(cfg, str(hydra_cfg.job.config_name))
+        require_known_hydra_keys(hydra_cfg)
+        return task(cfg)
+
+    return run_checked
 
 
 def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
@@ -76,9 +92,10 @@ def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
         if name in groups:
             hints += _option_hint(name, str(override.value()), groups[name])
         elif name not in keys and not name.startswith("hydra"):
-            nearest = difflib.get_close_matches(name, sorted({*keys, *groups}), n=3)
+            known = sorted({*keys, *groups})
             parent = name.rpartition(".")[0]
-            hint = _did_you_mean(nearest) if nearest or parent not in groups else _choose_first(parent, groups[parent])
+            is_near = difflib.get_close_matches(name, known) or parent not in groups
+            hint = did_you_mean(name, known) if is_near else _choose_first(parent, groups[parent])
             hints.append(f"{name!r} is neither a group nor a field of {config_name}; {hint}")
     return hints
 
@@ -97,7 +114,7 @@ def _misplaced_hints(config_name: str, overrides: list[Override]) -> list[str]:
 def _composes(config_name: str, override: str) -> bool:
     try:
         compose(config_name, [override])
-    except USER_MISTAKES:
+    except (*USER_MISTAKES, ValueError):
         return False
     return True
 
@@ -117,8 +134,7 @@ def _parsable_overrides(words: list[str]) -> list[Override]:
 def _option_hint(group: str, value: str, options: list[str]) -> list[str]:
     chosen = [option for option in re.split(r"[,\[\]\s]+", value) if option and option not in options]
     return [
-        f"{option!r} is no option of group {group!r} ({', '.join(options)}); "
-        + _did_you_mean(difflib.get_close_matches(option, options, n=3))
+        f"{option!r} is no option of group {group!r} ({', '.join(options)}); " + did_you_mean(option, options)
         for option in chosen
         if option != "None"
     ]
@@ -126,10 +142,6 @@ def _option_hint(group: str, value: str, options: list[str]) -> list[str]:
 
 def _choose_first(group: str, options: list[str]) -> str:
     return f"choose an option of group {group!r} that has it: {group}=... ({', '.join(options)})."
-
-
-def _did_you_mean(nearest: list[str]) -> str:
-    return f"did you mean {' or '.join(nearest)}?" if nearest else "nothing is near it; --cfg job lists all."
 
 
 def _known_names(config_name: str, overrides: list[Override]) -> tuple[list[str], dict[str, list[str]]]:

@@ -42,8 +42,17 @@ def dispatch(program: str, argv: list[str]) -> int:
         return 0
     if verb in _verbs():
         sys.argv = [f"{program} {verb}", *arguments]
-        return int(plugins.resolve("verbs", verb)(arguments))
+        return _run_verb(verb, arguments)
     return _upstream(program, verb, arguments)
+
+
+def _run_verb(verb: str, arguments: list[str]) -> int:
+    try:
+        run = plugins.resolve("verbs", verb)
+    except plugins.PluginError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return int(run(arguments))
 
 
 def _upstream(program: str, verb: str, arguments: list[str]) -> int:

@@ -36,8 +36,14 @@ def run(argv: list[str]) -> int:
         if as_json:
             logging.disable(logging.WARNING)  # Hydra's log goes to the standard output, too
         from embodix.costs.plan import plan_training
+        from embodix.training.config_checks import notes_of, sound_host_config
+        from embodix.training.features import select_training_features
+        from embodix.training.run_data import read_choices
 
+        host_cfg = sound_host_config(cfg)
+        select_training_features(cfg)
         config: Any = OmegaConf.to_container(cfg, resolve=True)
+        read_choices(config)
         plan = plan_training(config)
         path = Path(HydraConfig.get().runtime.output_dir) / PLAN_FILE
         text = json.dumps(dataclasses.asdict(plan), indent=2, ensure_ascii=False) + "\n"
@@ -46,6 +52,7 @@ def run(argv: list[str]) -> int:
             print(text, end="")
         else:
             print_plan(plan, Console())
+            print("".join(f"Note: {note}\n" for note in notes_of(host_cfg)), end="")
             print(f"As JSON: {path}")
 
     return run_hydra_app("plan", plan_task, [argument for argument in argv if argument != "--json"])

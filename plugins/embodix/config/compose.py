@@ -11,18 +11,35 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
+from embodix.config.closed import require_known_keys
+from embodix.plugins import FAILURES, PluginError, PluginRegistry
 
 CONFIG_MODULE = "embodix.hydra_conf"
 
 
 def register_schemas(config_name: str) -> None:
-    """Make schemas known to Hydra: all, without those of other primary configs where this one has its own."""
+    """Make schemas known to Hydra: all, without those of other primary configs where this one has its own.
+
+    Raises:
+        embodix.plugins.PluginError: one that can't be imported or fails.
+    """
     registry = plugins.registry()
     names = registry.names("schemas")
     others = set(config_names()) - {config_name} if config_name in names else ()
     for name in names:
         if name not in others:
-            registry.resolve("schemas", name)()
+            _register_schema(registry, name)
+
+
+def _register_schema(registry: PluginRegistry, name: str) -> None:
+    register = registry.resolve("schemas", name)
+    try:
+        register()
+    except FAILURES as error:
+        raise PluginError(
+            f"schema {name!r} of plugin {registry.providers['schemas', name]!r} can't be registered: "
+            f"{type(error).__name__}: {error}. Repair or uninstall the plugin."
+        ) from error
 
 
 def config_packages() -> list[str]:
@@ -52,12 +69,16 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
 
     Raises:
         hydra.errors.HydraException: a group, option or field that does not exist.
+        embodix.config.closed.UnknownKeyError: a key that was added and that no schema knows.
     """
     register_schemas(config_name)
     if GlobalHydra.instance().is_initialized():
-        return hydra.compose(config_name, overrides=overrides)
-    with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        return hydra.compose(config_name, overrides=overrides)
+        config = hydra.compose(config_name, overrides=overrides)
+    else:
+        with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+            config = hydra.compose(config_name, overrides=overrides)
+    require_known_keys(config, config_name)
+    return config
 
 
 def compose_train(overrides: list[str]) -> DictConfig:

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 from embodix.contracts import SimulatorStatus, TellsStatus
 from embodix.patching import is_applied, patch_module, patch_names, version_problem
-from embodix.plugins import PluginError, PluginRegistry
+from embodix.plugins import FAILURES, PluginError, PluginRegistry
 from embodix.simulation.rendering import GL_BACKENDS, probe_gl_backend
 
 # Distributions of the hosts, in the order shown; what embodix's extras ask for follows. The ranges are read from the
@@ -194,7 +194,7 @@ def implementation_problem(registry: PluginRegistry, kind: str, name: str, targe
             return next(filter(None, problems), None)
     except PluginError as error:
         return f"cannot import: {error.__cause__ or error}"
-    except Exception as error:
+    except FAILURES as error:
         return f"broken: {type(error).__name__}: {error}"
     return None
 
@@ -205,7 +205,7 @@ def find_patches() -> list[PatchFinding]:
     for name in patch_names():
         try:
             patch = patch_module(name).PATCH
-        except Exception as error:
+        except FAILURES as error:
             findings.append(PatchFinding(name, "?", {}, False, f"cannot import: {type(error).__name__}: {error}"))
             continue
         findings.append(
@@ -225,7 +225,7 @@ def find_environments(registry: PluginRegistry) -> dict[str, SimulatorStatus]:
         if isinstance(environment, TellsStatus):
             try:
                 found[name] = environment.status()
-            except Exception as error:
+            except FAILURES as error:
                 found[name] = SimulatorStatus("", f"broken: {type(error).__name__}: {error}")
     return found
 

@@ -19,12 +19,25 @@ def support_of(policy_type: str) -> PolicySupport:
     """The registered record of a policy, or one that leaves everything to upstream.
 
     Raises:
-        embodix.plugins.PluginError: it is registered and can't be imported.
+        embodix.plugins.PluginError: it is registered and can't be imported, or is no record.
     """
     if policy_type not in plugins.registry().names(KIND):
         return PolicySupport(policy_type)
-    support: PolicySupport = plugins.resolve(KIND, policy_type)()
+    try:
+        support = plugins.resolve(KIND, policy_type)()
+    except TypeError as error:
+        raise plugins.PluginError(_no_record(policy_type, error)) from error
+    if not isinstance(support, PolicySupport):
+        raise plugins.PluginError(_no_record(policy_type, f"it gives {support!r}"))
     return support
+
+
+def _no_record(policy_type: str, why: object) -> str:
+    registration, provider = plugins.registry().registration(KIND, policy_type), plugins.registry().providers
+    return (
+        f"policy {policy_type!r} of plugin {provider[KIND, policy_type]!r} must be registered as a subclass of "
+        f"embodix.contracts.PolicySupport that takes no arguments; {registration.target} is none: {why}."
+    )
 
 
 def types_offering(member: str) -> list[str]:

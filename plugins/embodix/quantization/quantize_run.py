@@ -84,7 +84,9 @@ class QuantizeChoices:
         _require_one_of("unused_heads", cfg.unused_heads, UNUSED_HEADS)
         _require_one_of("sizes", cfg.sizes, ("also", "only"))
         name = cfg.quantization.name
-        options: Any = OmegaConf.to_container(cfg.quantization.options, resolve=True)
+        _require_files(name)
+        written: Any = OmegaConf.to_container(cfg.quantization.options, resolve=True)
+        options = plugins.registry().arguments("quantizers", name, written)
         heads = _unused_heads(name, options, cfg.unused_heads)
         if HEADS_OPTION in options:
             options[HEADS_OPTION] = heads == "quantize"
@@ -115,16 +117,23 @@ class QuantizeChoices:
         return [f"quantization={self.name}", *named]
 
 
-def _quantizer(name: str, options: Mapping[str, Any]) -> CheckpointQuantizer:
-    refusal = f"lerobot quantize writes quantization={' or '.join(checkpoint_quantizers())}; got {name}"
+def _require_files(name: str) -> None:
     if name == UNCHANGED:
-        raise ValueError(f"{refusal}.")
+        raise ValueError(f"{_refusal(name)}.")
+
+
+def _quantizer(name: str, options: Mapping[str, Any]) -> CheckpointQuantizer:
     quantizer = plugins.build("quantizers", name, options)
     if not isinstance(quantizer, CheckpointQuantizer):
         raise ValueError(
-            f"{refusal}, which has no files (embodix.contracts.CheckpointQuantizer): lerobot eval and rollouts take it."
+            f"{_refusal(name)}, which has no files (embodix.contracts.CheckpointQuantizer): lerobot eval and rollouts "
+            "take it."
         )
     return quantizer
+
+
+def _refusal(name: str) -> str:
+    return f"lerobot quantize writes quantization={' or '.join(checkpoint_quantizers())}; got {name}"
 
 
 def _unused_heads(name: str, options: Mapping[str, Any], chosen: str) -> str:

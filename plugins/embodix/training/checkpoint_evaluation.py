@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lerobot.configs.train import TrainPipelineConfig
 from lerobot.utils.constants import LAST_CHECKPOINT_LINK
 from omegaconf import DictConfig, OmegaConf
 
+from embodix.arguments import typed_arguments
 from embodix.report.evaluation import (
     RESULTS_FILE,
     EvaluationRecord,
@@ -34,6 +35,30 @@ BEST_LINK = "best"
 KEEP = ("all", "best_and_last")
 Command = Callable[[Path, Path], list[str]]
 """The command that evaluates a checkpoint folder and writes `results.json` into another folder."""
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Options of ``evaluation=background`` and ``waiting``, as hydra_conf/evaluation/background.yaml tells them."""
+
+    n_episodes: int
+    first_seed: int
+    num_slots: int
+    num_workers: int
+    num_threads: int
+    device: str | None
+    videos: int
+    keep: str
+    max_pending: int
+
+
+def evaluation_options(choice: DictConfig) -> EvaluationOptions:
+    """
+    Raises:
+        embodix.arguments.ArgumentError: an option that does not exist, or a value that is none of its type.
+    """
+    options: Any = OmegaConf.to_container(choice.options, resolve=True)
+    return EvaluationOptions(**typed_arguments(EvaluationOptions, options, f"evaluation={choice.name}"))
 
 
 @dataclass(frozen=True)
@@ -214,15 +239,15 @@ def plan_evaluation(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> Evaluatio
     every = int(cfg.train.eval_freq)
     _require_checkpoints(cfg, host_cfg, every)
     host_cfg.eval_freq = 0
-    options: Any = OmegaConf.to_container(cfg.evaluation.options, resolve=True)
+    options = evaluation_options(cfg.evaluation)
     waits = name == "waiting" or _single_core()
     return EvaluationPlan(
         every=every,
         command=lambda checkpoint, folder: evaluation_command(checkpoint, folder, options),
         waits=waits,
-        max_pending=options["max_pending"],
-        keep=options["keep"],
-        num_threads=options["num_threads"],
+        max_pending=options.max_pending,
+        keep=options.keep,
+        num_threads=options.num_threads,
     )
 
 
@@ -251,12 +276,12 @@ def _single_core() -> bool:
     return True
 
 
-def evaluation_command(checkpoint: Path, folder: Path, options: Mapping[str, Any]) -> list[str]:
+def evaluation_command(checkpoint: Path, folder: Path, options: EvaluationOptions) -> list[str]:
     """`lerobot eval` on a checkpoint, in the simulator of its training run, with `results.json` in `folder`."""
-    settings = {name: options[name] for name in ("n_episodes", "first_seed", "num_slots", "num_workers", "videos")}
-    overrides = [f"eval.{name}={value}" for name, value in settings.items()]
-    if options["device"] is not None:
-        overrides.append(f"policy.device={options['device']}")
+    names = ("n_episodes", "first_seed", "num_slots", "num_workers", "videos")
+    overrides = [f"eval.{name}={getattr(options, name)}" for name in names]
+    if options.device is not None:
+        overrides.append(f"policy.device={options.device}")
     # JSON's strings are strings in Hydra's override grammar too.
     places = [f"checkpoint={json.dumps(str(checkpoint))}", f"hydra.run.dir={json.dumps(str(folder))}"]
     return [sys.executable, "-m", "embodix", "eval", *places, *overrides]

@@ -128,14 +128,15 @@ def require_known(selection: FeatureSelection) -> None:
 
     Raises:
         embodix.plugins.PluginError: an unknown packer, attention backend, quantizer or precision.
+        embodix.arguments.ArgumentError: an option that one of them does not take, or a value that is none of its type.
         ValueError: an unknown ``vision_tokens`` or ``action_pad``, or ``flow_samples`` below 1.
     """
-    plugins.registry().registration("packers", selection.packing.name)
+    plugins.build("packers", selection.packing.name, selection.packing.options)
     for kind, choice in (("quantizers", selection.quantization), ("precisions", selection.precision)):
         if choice.name != UNCHANGED:
-            plugins.registry().registration(kind, choice.name)
+            plugins.registry().arguments(kind, choice.name, choice.options)
     if selection.attention.name not in ("upstream", "auto"):
-        plugins.registry().registration("attention_backends", selection.attention.name)
+        plugins.registry().arguments("attention_backends", selection.attention.name, selection.attention.options)
     _require_one_of("vision_tokens", selection.vision_tokens, ("upstream", "valid"))
     _require_one_of("action_pad", selection.action_pad, ("host", "mask"))
     if selection.flow_samples < 1:

@@ -20,6 +20,7 @@ from lerobot.utils.import_utils import register_third_party_plugins
 from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
+from embodix.config.compose import options_of
 from embodix.data.mixture_spec import host_dataset_fields
 
 NAMED_GROUPS = (
@@ -31,15 +32,12 @@ NAMED_GROUPS = (
 def require_landed_groups(cfg: DictConfig) -> None:
     """Check that every chosen group landed as a mapping where it belongs.
 
-    A group that is not on Hydra's search path otherwise turns into a plain string or a key with a slash, and the
-    run would silently train without it.
+    A group that is not on Hydra's search path otherwise turns into a plain string, and the run would silently train
+    without it.
 
     Raises:
         ValueError: with the offending key and what to check.
     """
-    for key in cfg:
-        if "/" in str(key):
-            raise ValueError(f"Config key {key!r} is a group that did not land; is its YAML on Hydra's search path?")
     for group in NAMED_GROUPS:
         node = cfg.get(group)
         if not isinstance(node, DictConfig) or not isinstance(node.get("name"), str):
@@ -53,12 +51,25 @@ def decode_host_config(cfg: DictConfig) -> TrainPipelineConfig:
     """Decode upstream's config from the composed one.
 
     Raises:
-        ValueError: a key upstream does not have (with the nearest match) or a value of the wrong type.
+        ValueError: a key upstream does not have (with the nearest match), a value of the wrong type, or fields of a
+            group of which no option is chosen.
     """
     fields = host_fields(cfg)
+    for group in ("optimizer", "scheduler", "env"):
+        _require_chosen(group, fields.get(group))
     _register_choices(fields.get("env"))
     host_cfg: TrainPipelineConfig = _decode(fields, TrainPipelineConfig)
     return host_cfg
+
+
+def _require_chosen(group: str, fields: Mapping[str, Any] | None) -> None:
+    """Upstream takes fields without a type for those of its default class."""
+    if fields is not None and not fields.get("type"):
+        known = ", ".join(option for option in options_of(group) if option not in ("none", "preset"))
+        raise ValueError(
+            f"{', '.join(f'{group}.{name}' for name in fields)} belongs to no {group}: choose one with {group}=... "
+            f"({known}), then set its fields without a plus."
+        )
 
 
 def decode_env(node: Mapping[str, Any]) -> EnvConfig:
@@ -152,9 +163,17 @@ def _decode(fields: Mapping[str, Any], config_class: type) -> Any:
     try:
         return draccus.decode(config_class, dict(fields))
     except Exception as error:  # draccus raises several unrelated kinds for a bad value
-        # draccus repeats a field's error in its own message, but not what a dataclass said of its fields together.
-        cause = f" {error.__cause__}" if str(error).startswith("Couldn't instantiate") else ""
-        raise ValueError(f"Upstream's config rejects a value: {error}{cause}{_nearest(error)}") from error
+        raise ValueError(f"Upstream's config rejects a value: {error}{_unsaid(error)}{_nearest(error)}") from error
+
+
+def _unsaid(error: BaseException) -> str:
+    """What a dataclass said of its fields together, which draccus leaves out of its own message."""
+    said, cause = str(error), error.__cause__ or error.__context__
+    while cause is not None:
+        if str(cause) not in said and isinstance(cause, ValueError):
+            return f" {cause}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def _nearest(error: Exception) -> str:

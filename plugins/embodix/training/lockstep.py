@@ -30,8 +30,9 @@ from embodix.patching import replace_attribute
 from embodix.policies.support import support_of
 from embodix.report.steps import StepRecord
 from embodix.training.accelerator import ObservedAccelerator
+from embodix.training.config_checks import say_what_differs, sound_host_config
 from embodix.training.features import select_training_features
-from embodix.training.host_config import decode_host_config, fill_missing_preset, require_landed_groups
+from embodix.training.host_config import decode_host_config, fill_missing_preset
 from embodix.training.host_context import required_patches
 from embodix.training.run_data import require_trainable_dataset
 from embodix.training.session import MANIFEST_FILE, TrainingSession
@@ -151,7 +152,7 @@ def compose_variants(settings: DictConfig, overrides: list[str], output_dir: Pat
 
     Raises:
         ValueError: fewer than two variants, or variants that differ in data, seed, steps, batch size or sizes,
-            so that their steps could not be compared.
+            so that their steps could not be compared; or a variant that can't be trained.
     """
     common = [o for o in overrides if not o.lstrip("+~").startswith(("compare.", "compare=", "hydra"))]
     variants = []
@@ -160,6 +161,7 @@ def compose_variants(settings: DictConfig, overrides: list[str], output_dir: Pat
         cfg.train.output_dir = str(output_dir / "variants" / str(name))
         cfg.train.eval_freq = 0  # evaluated once, after training, on the same seeds
         cfg.step_clock.count_flops_at = 1  # a warm-up step, which no time is taken from
+        sound_host_config(cfg)
         variants.append(Variant(str(name), [*common, *own], cfg))
     if len(variants) < 2:
         raise ValueError(f"compare.variants needs at least two variants; got {[v.name for v in variants]}.")
@@ -196,6 +198,7 @@ def train_side_by_side(variants: list[Variant]) -> list[TrainingSession]:
     """
     with _progress(variants) as on_step:
         sessions = [_session(variant, on_step(variant.name)) for variant in variants]
+        say_what_differs(sessions[0].host_cfg)
         for session in sessions[1:]:
             session.data.announces = False  # one table of the data that all share
         loops = [_loop(session) for session in sessions]
@@ -207,7 +210,6 @@ def train_side_by_side(variants: list[Variant]) -> list[TrainingSession]:
 
 
 def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> TrainingSession:
-    require_landed_groups(variant.cfg)
     host_cfg = decode_host_config(variant.cfg)
     fill_missing_preset(host_cfg)
     config: Any = OmegaConf.to_container(variant.cfg, resolve=True)

@@ -23,9 +23,9 @@ from embodix.report.steps import StepRecord
 from embodix.training.accelerator import ObservedAccelerator
 from embodix.training.checkpoint import Checkpoint, find_checkpoint
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation, plan_evaluation
+from embodix.training.config_checks import require_sound_config, say_what_differs, sound_host_config
 from embodix.training.features import select_training_features
 from embodix.training.host_config import (
-    decode_host_config,
     fill_missing_preset,
     host_config_of_checkpoint,
     require_landed_groups,
@@ -68,8 +68,7 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
         ValueError: a mistake in the config, the dataset or the checkpoint; the message says what to do.
     """
     if cfg.resume is None:
-        require_landed_groups(cfg)
-        return _run(cfg, decode_host_config(cfg), overrides, None)
+        return _run(cfg, sound_host_config(cfg), overrides, None)
     checkpoint = find_checkpoint(cfg.resume)
     recorded = checkpoint.overrides() or []
     added = [override for override in overrides if not override.startswith("resume=")]
@@ -79,6 +78,7 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
     require_landed_groups(cfg)
     host_cfg = host_config_of_checkpoint(checkpoint.config_path, added)
     host_cfg.output_dir = checkpoint.folder.parent.parent
+    require_sound_config(cfg, host_cfg)
     return _run(cfg, host_cfg, merged, checkpoint)
 
 
@@ -119,6 +119,7 @@ def _run(
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])
     require_sound_data(host_cfg, config)
+    say_what_differs(host_cfg)
     support_of(cfg.policy.type).prepare_assets(cfg, host_cfg)
     plan = plan_evaluation(cfg, host_cfg)
     assert host_cfg.output_dir is not None

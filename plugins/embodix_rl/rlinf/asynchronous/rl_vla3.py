@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from embodix.arguments import typed_arguments
 from embodix_rl.rlinf.run_sizes import GRPO, PPO, RunSizes, require_legal
 from embodix_rl.rlinf.runners import SyncRunner, WorkerClasses, attribute, worker_classes
 
@@ -93,7 +94,7 @@ class RlVla3Runner:
     evaluates = True
 
     def __init__(self, **options: Any) -> None:
-        self._settings = AsyncSettings(**options)
+        self._settings = AsyncSettings(**typed_arguments(AsyncSettings, options, "runner 'rl_vla3'"))
         self._sync = SyncRunner()
         self._is_sync = not (self._settings.async_train or self._settings.dynamic_batching or self._settings.streaming)
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can't be trained is refused before data or policy are loaded, by train, compare and plan alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from embodix.config.compose import compose
+from embodix.training.config_checks import notes_of, sound_host_config
+
+REFUSED = [
+    ("train.save_freq=0", "train.save_freq must be at least 1; got 0."),
+    ("train.log_freq=-1", "train.log_freq must be at least 0; got -1."),
+    ("train.eval_freq=-1", "train.eval_freq must be at least 0; got -1."),
+    ("train.steps=0", "train.steps must be at least 1; got 0."),
+    ("train.batch_size=0", "train.batch_size must be at least 1; got 0."),
+    ("train.num_workers=-1", "train.num_workers must be at least 0; got -1."),
+    ("train.seed=-1", "train.seed lies between 0 and 4294967295, or is null; got -1."),
+    ("policy.n_action_steps=0", "policy.n_action_steps must be at least 1; got 0."),
+    ("policy.n_action_steps=60", r"n_action_steps \(60\) cannot be greater than chunk_size \(10\)"),
+    ("policy.chunk_size=0", r"n_action_steps \(5\) cannot be greater than chunk_size \(0\)"),
+    ("policy.num_inference_steps=0", "policy.num_inference_steps must be at least 1; got 0."),
+    ("policy.image_resolution=[60,60]", r"must be a multiple of the patch of 14 pixels; got \[60, 60\]"),
+    ("policy.image_resolution=[0,0]", r"is a square of 1 pixel at least; got \[0, 0\]"),
+    ("policy.image_resolution=[56,70]", r"is a square of 1 pixel at least; got \[56, 70\]"),
+    ("+optimizer.lr=3", r"optimizer.lr belongs to no optimizer: choose one with optimizer=\.\.\. \(adam, adamw, sgd\)"),
+    ("+scheduler.peak_lr=3", r"scheduler.peak_lr belongs to no scheduler"),
+    ("+env.task=x", r"env.task belongs to no env"),
+    ("patches.lerobot_decoder_cache.max_decoders=many", "option 'max_decoders', is a whole number; got 'many'"),
+    ("+patches.lerobot_decoder_cache.max_decoder=3", "no option 'max_decoder'. Did you mean 'max_decoders'"),
+    ("+sampling.options.windo=3", "sampling=upstream has no option 'windo'. Did you mean window?"),
+    ("+reads.options.fast=true", "reads=upstream has no option 'fast'. Options: none."),
+    ("+logging.options.dir=x", "logging=none has no option 'dir'. Options: none."),
+    ("+evaluation.options.keep=all", "evaluation=upstream has no option 'keep'"),
+    ("language.name=per_smple", "language must be one of per_sample, upstream; got 'per_smple'."),
+    ("step_clock.count_flops_at=0", "step_clock.count_flops_at must be at least 1; got 0."),
+    ("+dataset.episode=[0]", "The fields `episode` are not valid for DatasetConfig Did you mean episodes?"),
+]
+
+
+def small(*overrides: str) -> Any:
+    return compose("train", ["policy=pi05_small", "train.output_dir=nowhere", *overrides])
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED)
+def test_what_can_not_be_trained_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sound_host_config(small(override))
+
+
+@pytest.mark.parametrize(
+    "override", ["train.log_freq=0", "train.eval_freq=0", "train.seed=null", "train.num_workers=0", "train.save_freq=1"]
+)
+def test_upstreams_own_zeros_stay(override: str) -> None:
+    assert sound_host_config(small(override)).steps == 100_000
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="at least") as caught:
+        sound_host_config(small("train.steps=0", "train.batch_size=0", "policy.num_inference_steps=0"))
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_options_of_an_evaluation_are_typed() -> None:
+    chosen = ["evaluation=background", "env=metaworld"]
+    with pytest.raises(ValueError, match=r"no option 'keeep'. Did you mean 'keep'"):
+        sound_host_config(small(*chosen, "+evaluation.options.keeep=all"))
+    with pytest.raises(ValueError, match="option 'num_workers', is a whole number; got 'few'"):
+        sound_host_config(small(*chosen, "evaluation.options.num_workers=few"))
+
+
+def test_a_policy_says_what_it_makes_of_its_fields() -> None:
+    chosen = ("policy=groot_n15_small", "policy.chunk_size=50")
+    (note,) = notes_of(sound_host_config(compose("train", [*chosen, "train.output_dir=nowhere"])))
+    assert note.startswith("policy.chunk_size=50 trains 16 steps of actions")
+    assert notes_of(sound_host_config(small())) == []
