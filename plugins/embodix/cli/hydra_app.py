@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from embodix.config.compose import CONFIG_MODULE, compose, config_names, register_schemas
 from embodix.patching import PatchError
+from embodix.training.stopped import RunStoppedError
 
 CONFIG_PACKAGE = f"pkg://{CONFIG_MODULE}"
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -34,7 +35,8 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     """Compose ``config_name`` with the overrides in ``argv`` and run ``task`` on it.
 
     Returns:
-        0, or 1 after a user's mistake was printed (set HYDRA_FULL_ERROR=1 for the traceback).
+        0, or 1 after a user's mistake, or why a run stopped itself, was printed (HYDRA_FULL_ERROR=1 shows the
+        traceback).
     """
     register_schemas(config_name)
     sys.argv = [sys.argv[0], *argv]
@@ -42,7 +44,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     os.environ[FULL_ERROR] = "1"  # Hydra then raises instead of printing and leaving
     try:
         hydra.main(version_base="1.3", config_path=CONFIG_PACKAGE, config_name=config_name)(task)()
-    except (*USER_MISTAKES, ValueError, PatchError, FileNotFoundError, FileExistsError) as error:
+    except (*USER_MISTAKES, ValueError, PatchError, RunStoppedError, FileNotFoundError, FileExistsError) as error:
         if wants_traceback:
             raise
         print(f"error: {explain(error, config_name, argv)}", file=sys.stderr)
@@ -55,7 +57,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
 
 def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
     """The error's own message, followed by the nearest existing name for each override that has none."""
-    message = str(error).strip()
+    message = _without_worker_trace(str(error).strip())
     cause = error.__cause__
     if cause is not None and str(cause).strip() not in message and isinstance(error, HydraException):
         message += f"\n{cause}"
@@ -63,6 +65,12 @@ def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
     if isinstance(error, USER_MISTAKES):
         hints = _nearest_hints(config_name, [word for word in argv if "=" in word and not word.startswith("-")])
     return "\n".join([message, *hints])
+
+
+def _without_worker_trace(message: str) -> str:
+    """What was said in a loader's worker process, of which torch makes a message with the whole traceback."""
+    named = list(re.finditer(r"^[\w.]+Error: ", message, re.MULTILINE))
+    return message[named[-1].end() :] if named and re.match(r"Caught \w+ in DataLoader worker", message) else message
 
 
 def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
