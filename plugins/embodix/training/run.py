@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
 from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,6 +32,7 @@ from embodix.training.host_config import (
 )
 from embodix.training.host_context import host_context
 from embodix.training.run_data import require_trainable_dataset
+from embodix.training.run_folder import owned_folder
 from embodix.training.session import TrainingSession
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ def _run(
     support_of(cfg.policy.type).prepare_assets(cfg, host_cfg)
     plan = plan_evaluation(cfg, host_cfg)
     assert host_cfg.output_dir is not None
-    with metric_writer(cfg.logging, host_cfg) as writer:
+    with owned_folder(Path(host_cfg.output_dir)), metric_writer(cfg.logging, host_cfg) as writer:
         evaluation = None if plan is None else CheckpointEvaluation(plan, Path(host_cfg.output_dir), writer.evaluation)
         session = TrainingSession(
             name=cfg.plugin or "upstream",
@@ -148,8 +150,10 @@ def _train(session: TrainingSession, evaluation: CheckpointEvaluation | None) ->
     session.activate()
     host_cfg = session.host_cfg
     force_cpu = host_cfg.policy is not None and host_cfg.policy.device == "cpu"
+    accelerator = ObservedAccelerator(session, force_cpu)
+    host_cfg.output_dir = Path(broadcast_object_list([str(host_cfg.output_dir)])[0])  # each rank resolved its own time
     try:
-        train(host_cfg, accelerator=ObservedAccelerator(session, force_cpu))
+        train(host_cfg, accelerator=accelerator)
         if evaluation is not None:
             evaluation.finish()
     finally:

@@ -63,7 +63,7 @@ class TrainingSession:
         resume_stream: position of a composed run in the checkpoint that is resumed.
         first_step: number of the first step trained here.
         check_reference: after the first step, compare with the reference where upstream's own batch is not it.
-        on_step: called with each finished step's record.
+        on_step: called with each finished step's record, in the main process.
         evaluation: evaluates the checkpoints while training goes on; None for nothing.
 
     Attributes:
@@ -245,8 +245,8 @@ class TrainingSession:
         self._require_finite_checkpoint()
         if self.accelerator.is_main_process:
             append_step(self.output_dir / STEPS_FILE, record)
-        if self._on_step is not None:
-            self._on_step(record)
+            if self._on_step is not None:
+                self._on_step(record)
         self._step += 1
         if self.composition is not None:
             self.composition.step_ended()
