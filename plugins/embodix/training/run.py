@@ -31,6 +31,7 @@ from embodix.training.host_config import (
     require_landed_groups,
 )
 from embodix.training.host_context import host_context
+from embodix.training.resumption import Resumption
 from embodix.training.run_data import require_trainable_dataset
 from embodix.training.run_folder import owned_folder
 from embodix.training.session import TrainingSession
@@ -69,18 +70,22 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
         ValueError: a mistake in the config, the dataset or the checkpoint; the message says what to do.
     """
     if cfg.resume is None:
+        if cfg.accept_changes:
+            raise ValueError("accept_changes is for a run that is resumed; leave it out or name one with resume=... .")
         require_landed_groups(cfg)
         return _run(cfg, decode_host_config(cfg), overrides, None)
     checkpoint = find_checkpoint(cfg.resume)
+    resumption = checkpoint.resumption(cfg.accept_changes)
     recorded = checkpoint.overrides() or []
-    added = [override for override in overrides if not override.startswith("resume=")]
+    of_this_command = ("resume=", "accept_changes=")
+    added = [override for override in overrides if not override.lstrip("+").startswith(of_this_command)]
     _require_resumable(checkpoint, recorded, added)
     merged = merge_overrides(recorded, added)
     cfg = compose_train(merged)
     require_landed_groups(cfg)
     host_cfg = host_config_of_checkpoint(checkpoint.config_path, added)
     host_cfg.output_dir = checkpoint.folder.parent.parent
-    return _run(cfg, host_cfg, merged, checkpoint)
+    return _run(cfg, host_cfg, merged, resumption, checkpoint.config_path)
 
 
 def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[str]) -> None:
@@ -101,9 +106,8 @@ def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[
     fixed = [override for override in added if _is_fixed_on_resume(override) and override not in recorded]
     if fixed:
         raise ValueError(
-            f"{', '.join(fixed)} cannot be chosen when resuming: the checkpoint's own is kept. Change single fields "
-            "(optimizer.lr=..., env.task=...), or start another run from the weights with policy.pretrained_path="
-            f"{checkpoint.config_path.parent}."
+            f"{', '.join(fixed)} cannot be chosen when resuming: the checkpoint's own is kept. Leave it out, or start "
+            f"another run from the weights with policy.pretrained_path={checkpoint.config_path.parent}."
         )
 
 
@@ -113,7 +117,11 @@ def _is_fixed_on_resume(override: str) -> bool:
 
 
 def _run(
-    cfg: DictConfig, host_cfg: TrainPipelineConfig, overrides: list[str], checkpoint: Checkpoint | None
+    cfg: DictConfig,
+    host_cfg: TrainPipelineConfig,
+    overrides: list[str],
+    resumption: Resumption | None,
+    resumed_config: Path | None = None,
 ) -> RunResult:
     fill_missing_preset(host_cfg)
     selection = select_training_features(cfg)
@@ -132,13 +140,11 @@ def _run(
             overrides=overrides,
             synchronize=cfg.step_clock.synchronize,
             count_flops_at=cfg.step_clock.count_flops_at,
-            resume_from=checkpoint.loader_state() if checkpoint else None,
-            resume_stream=checkpoint.stream_state() if checkpoint else None,
-            first_step=checkpoint.step + 1 if checkpoint else 1,
+            resumption=resumption,
             on_step=writer.step,
             evaluation=evaluation,
         )
-        with host_context(cfg, checkpoint.config_path if checkpoint else None):
+        with host_context(cfg, resumed_config):
             _train(session, evaluation)
     return RunResult(session.output_dir, session.records)
 

@@ -7,7 +7,6 @@ Of the first batch it keeps what the policy sees, where upstream's own batch is 
 from __future__ import annotations
 
 import contextvars
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -36,6 +35,7 @@ from embodix.training.first_batch import FirstBatch
 from embodix.training.flops import flop_counter
 from embodix.training.loader import LoaderState, ResumableLoader, StreamState
 from embodix.training.memory import peak_memory
+from embodix.training.resumption import Continuity, Resumption
 from embodix.training.run_data import RunData, read_choices
 from embodix.training.step_totals import StepTotals
 
@@ -59,9 +59,7 @@ class TrainingSession:
         overrides: the Hydra overrides that make this config, for the checkpoint.
         synchronize: wait for the device at each mark.
         count_flops_at: the step whose operations are counted, or None.
-        resume_from: loader position of the checkpoint that is resumed.
-        resume_stream: position of a composed run in the checkpoint that is resumed.
-        first_step: number of the first step trained here.
+        resumption: what the checkpoint that is resumed holds; None for a run from its beginning.
         check_reference: after the first step, compare with the reference where upstream's own batch is not it.
         on_step: called with each finished step's record, in the main process.
         evaluation: evaluates the checkpoints while training goes on; None for nothing.
@@ -79,9 +77,7 @@ class TrainingSession:
         overrides: list[str],
         synchronize: bool = False,
         count_flops_at: int | None = None,
-        resume_from: LoaderState | None = None,
-        resume_stream: StreamState | None = None,
-        first_step: int = 1,
+        resumption: Resumption | None = None,
         check_reference: bool = False,
         on_step: Callable[[StepRecord], None] | None = None,
         evaluation: CheckpointEvaluation | None = None,
@@ -100,8 +96,8 @@ class TrainingSession:
         self.flops_per_step: int | None = None
         self._synchronize = synchronize
         self._count_flops_at = count_flops_at
-        self._resume_from, self._resume_stream = resume_from, resume_stream
-        self._step = first_step
+        self.continuity = Continuity(host_cfg, config, selection, resumption)
+        self._step = resumption.step + 1 if resumption else 1
         self._check_reference = check_reference
         self._first_batch: FirstBatch | None = None
         self._reference_check: ReferenceCheck | None = None
@@ -124,6 +120,14 @@ class TrainingSession:
         """Make this the session of the calling thread."""
         _current.set(self)
 
+    def dataset_built(self) -> None:
+        """The data set is there and the policy is not.
+
+        Raises:
+            ValueError: this is not the run that wrote the checkpoint that is resumed.
+        """
+        self.continuity.dataset_built(self.data.dataset)
+
     def policy_built(self, policy: Any, accelerator: Accelerator) -> None:
         self.policy = policy
         self.accelerator = accelerator
@@ -140,12 +144,7 @@ class TrainingSession:
         """Measure the samples and pack the first epoch, before anything is trained."""
         assert self.features is not None
         assert self.features.step_count is not None
-        if self._step > 1 and self._resume_stream is None:
-            logging.warning(
-                "The checkpoint has no position in composed batches: it was trained with another packing. The data "
-                "begins again with the first epoch."
-            )
-        count, resumed = self.features.step_count, self._resume_stream
+        count, resumed = self.features.step_count, self.continuity.stream_position()
         composition = Composition(composer, self.features, count, self.host_cfg, self.accelerator, resumed)
         order = self.data.order(self.host_cfg.seed or 0)
         composition.measure(self.policy, self.data.sized_datasets(), order, self.selection.flow_samples)
@@ -168,11 +167,12 @@ class TrainingSession:
                 self.data.dataset, self.data.collate, self._fetch_starts, self._fetched
             )
         else:
-            if self._resume_from is not None:
-                self._epoch_samples = self._resume_from.num_batches * self._full_batch
+            resumed = self.continuity.loader_position()
+            if resumed is not None:
+                self._epoch_samples = resumed.num_batches * self._full_batch
             loader = self.loader = ResumableLoader(
                 loader,
-                self._resume_from,
+                resumed,
                 self._fetch_starts,
                 self._fetched,
                 order=self.data.sampler,
