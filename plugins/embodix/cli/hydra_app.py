@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import sys
@@ -28,6 +29,12 @@ from embodix.training.stopped import RunStoppedError
 CONFIG_PACKAGE = f"pkg://{CONFIG_MODULE}"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
+NO_ROOM = "Make room; what was finished before is whole, and a run or evaluation is resumed with resume=<folder>."
+NOT_ALLOWED = "Give a folder that can be written, with hydra.run.dir=<folder>."
+CANNOT_BE_WRITTEN = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), NO_ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), NOT_ALLOWED),
+}
 USER_MISTAKES = (HydraException, OmegaConfBaseException)
 
 
@@ -49,6 +56,11 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
             raise
         print(f"error: {explain(error, config_name, argv)}", file=sys.stderr)
         print("(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if wants_traceback or error.errno not in CANNOT_BE_WRITTEN:
+            raise
+        print(f"error: {error}. {CANNOT_BE_WRITTEN[error.errno]}", file=sys.stderr)
         return 1
     finally:
         os.environ[FULL_ERROR] = "1" if wants_traceback else "0"

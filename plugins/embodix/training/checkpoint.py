@@ -23,6 +23,7 @@ from lerobot.utils.constants import (
     TRAINING_STATE_DIR,
 )
 
+from embodix.training.checkpoint_files import require_whole
 from embodix.training.identity import RunIdentity, require_known_aspects
 from embodix.training.loader import LoaderState, StreamState
 from embodix.training.resumption import Resumption
@@ -84,9 +85,10 @@ class Checkpoint:
             accepted: changes that the command accepts.
 
         Raises:
-            ValueError: a change that can't be accepted, or a damaged file.
+            ValueError: a change that can't be accepted, or a file that is missing or damaged.
         """
         require_known_aspects(accepted)
+        require_whole(self.folder)
         state = self.folder / TRAINING_STATE_DIR
         return Resumption(
             folder=self.folder,

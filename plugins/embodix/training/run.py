@@ -31,6 +31,7 @@ from embodix.training.host_config import (
     require_landed_groups,
 )
 from embodix.training.host_context import host_context
+from embodix.training.interruption import Interruption
 from embodix.training.resumption import Resumption
 from embodix.training.run_data import require_trainable_dataset
 from embodix.training.run_folder import owned_folder
@@ -143,6 +144,7 @@ def _run(
             resumption=resumption,
             on_step=writer.step,
             evaluation=evaluation,
+            interruption=Interruption(),
         )
         with host_context(cfg, resumed_config):
             _train(session, evaluation)

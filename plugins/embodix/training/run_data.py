@@ -30,6 +30,7 @@ from embodix.data.preprocessing import LoopPreprocessor, PreprocessingCollate
 from embodix.data.sample_sizes import SizedDataset
 from embodix.data.streams import guard_stream, require_streamable
 from embodix.policies.support import support_of
+from embodix.training.interruption import ignore_in_worker
 from embodix.training.loader import OrderSampler
 
 
@@ -156,6 +157,7 @@ class RunData:
         if order is None:
             if self.collate is not None:
                 loader.collate_fn = self.collate
+            loader.worker_init_fn = ignore_in_worker
             return loader
         self.sampler = OrderSampler(order)
         return DataLoader(
@@ -167,6 +169,7 @@ class RunData:
             pin_memory=loader.pin_memory,
             drop_last=loader.drop_last,
             prefetch_factor=loader.prefetch_factor,
+            worker_init_fn=ignore_in_worker,
         )
 
     def order(self, seed: int) -> SampleOrder | None:

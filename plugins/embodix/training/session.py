@@ -25,7 +25,7 @@ from embodix.data.streams import require_whole_epoch
 from embodix.policies.settings import ReferenceCheck, TokenCounts
 from embodix.policies.support import support_of
 from embodix.report.manifest import collect_manifest
-from embodix.report.steps import StepRecord, TokenRecord, append_step
+from embodix.report.steps import StepRecord, append_step
 from embodix.training.accelerator import StepClock
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation
 from embodix.training.composition import Composition
@@ -33,11 +33,13 @@ from embodix.training.features import FeatureSelection, InstalledFeatures, insta
 from embodix.training.finite import NonFiniteError, StepSamples, all_finite, non_finite_step, require_finite_state
 from embodix.training.first_batch import FirstBatch
 from embodix.training.flops import flop_counter
+from embodix.training.interruption import Interruption, SaveNow
 from embodix.training.loader import LoaderState, ResumableLoader, StreamState
 from embodix.training.memory import peak_memory
 from embodix.training.resumption import Continuity, Resumption
 from embodix.training.run_data import RunData, read_choices
 from embodix.training.step_totals import StepTotals
+from embodix.training.stopped import RunInterrupted
 
 STEPS_FILE, MANIFEST_FILE, GEMM_TABLE_FILE = "steps.jsonl", "manifest.json", "gemm_gate.json"
 _current: contextvars.ContextVar[TrainingSession] = contextvars.ContextVar("embodix_training_session")
@@ -63,6 +65,7 @@ class TrainingSession:
         check_reference: after the first step, compare with the reference where upstream's own batch is not it.
         on_step: called with each finished step's record, in the main process.
         evaluation: evaluates the checkpoints while training goes on; None for nothing.
+        interruption: ends the run after a whole step where it is asked for; None leaves Ctrl-C to Python.
 
     Attributes:
         between_steps: called before each batch is fetched, when no step is open; None for nothing.
@@ -81,6 +84,7 @@ class TrainingSession:
         check_reference: bool = False,
         on_step: Callable[[StepRecord], None] | None = None,
         evaluation: CheckpointEvaluation | None = None,
+        interruption: Interruption | None = None,
     ) -> None:
         self.name = name
         self.host_cfg = host_cfg
@@ -103,6 +107,7 @@ class TrainingSession:
         self._reference_check: ReferenceCheck | None = None
         self._on_step = on_step
         self._evaluation = evaluation
+        self._interruption = interruption
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
         self._samples: StepSamples | None = None
@@ -223,7 +228,8 @@ class TrainingSession:
         self._lr = float(self.optimizer.param_groups[0]["lr"])  # the one this step uses; the schedule steps after it
         assert self._samples is not None
         finite = all_finite(self._loss, self._grad_norm) and self._samples.inputs_are_finite()
-        own = StepTotals(self._loss, self._grad_norm, self._num_samples, self._token_counts(), finite=finite)
+        asked = self._interruption is not None and self._interruption.requested
+        own = StepTotals(self._loss, self._grad_norm, self._num_samples, self._token_counts(), asked, finite)
         self._totals = own.over_ranks(self.accelerator, already_total=self.composition is not None)
         if not self._totals.finite:
             raise self._non_finite(self._totals)
@@ -242,6 +248,8 @@ class TrainingSession:
         self.clock.stop()
         record = self._record()
         self.records.append(record)
+        if self._totals is not None and self._totals.interrupted:
+            self.host_cfg.save_freq = SaveNow(self.host_cfg.save_freq)
         self._require_finite_checkpoint()
         if self.accelerator.is_main_process:
             append_step(self.output_dir / STEPS_FILE, record)
@@ -316,7 +324,9 @@ class TrainingSession:
         return settings
 
     def close(self) -> None:
-        """Write the final manifest and give upstream's policy back its own methods."""
+        """Write the final manifest and give upstream's policy back its own methods, and Ctrl-C to Python."""
+        if self._interruption is not None:
+            self._interruption.release()
         if self.features is None:
             return
         if self.accelerator.is_main_process:
@@ -328,9 +338,19 @@ class TrainingSession:
         self.features.uninstall()
 
     def _fetch_starts(self) -> None:
+        if self._totals is not None and self._totals.interrupted:
+            raise RunInterrupted(self._how_to_go_on())
+        if self._interruption is not None:
+            self._interruption.watch()
         if self.between_steps is not None:
             self.between_steps()
         self.clock.start()
+
+    def _how_to_go_on(self) -> str:
+        done = f"Interrupted after step {self._step - 1} of {self.host_cfg.steps}"
+        if not self.host_cfg.save_checkpoint:
+            return f"{done}; nothing is saved (train.save_checkpoint=false)."
+        return f"{done}, which is saved. Go on with: lerobot train resume={self.output_dir}"
 
     def _fetched(self, batch: Any) -> None:
         self.clock.end("data_wait")
@@ -368,22 +388,10 @@ class TrainingSession:
             num_samples=totals.num_samples,
             wall_s=dict(self.clock.wall_s),
             cpu_s=dict(self.clock.cpu_s),
-            tokens=_token_record(totals.counts),
+            tokens=totals.token_record(),
             action_valid=totals.counts.action_valid if totals.counts else None,
             action_total=totals.counts.action_total if totals.counts else None,
         )
-
-
-def _token_record(counts: TokenCounts | None) -> TokenRecord | None:
-    if counts is None:
-        return None
-    return TokenRecord(
-        valid=counts.valid,
-        computed=counts.computed,
-        upstream=counts.upstream,
-        images_computed=counts.images_computed,
-        images_upstream=counts.images_upstream,
-    )
 
 
 def _batch_size(batch: Any) -> int:

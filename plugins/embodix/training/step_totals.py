@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from embodix.policies.settings import TokenCounts
+from embodix.report.steps import TokenRecord
 from embodix.training.step_forward import over_ranks
 
 
@@ -32,6 +33,18 @@ class StepTotals:
     counts: TokenCounts | None
     interrupted: bool = False
     finite: bool = True
+
+    def token_record(self) -> TokenRecord | None:
+        """The token and image counts, as the record of a step keeps them."""
+        if self.counts is None:
+            return None
+        return TokenRecord(
+            valid=self.counts.valid,
+            computed=self.counts.computed,
+            upstream=self.counts.upstream,
+            images_computed=self.counts.images_computed,
+            images_upstream=self.counts.images_upstream,
+        )
 
     def over_ranks(self, accelerator: Accelerator, already_total: bool) -> StepTotals:
         """Those of all ranks; every rank must ask.
