@@ -12,10 +12,12 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -65,6 +67,20 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     finally:
         os.environ[FULL_ERROR] = "1" if wants_traceback else "0"
     return 0
+
+
+def write_hydra_record(cfg: DictConfig) -> None:
+    """Write ``.hydra`` of the running command as Hydra does, for a config with ``hydra.output_subdir: null``.
+
+    Hydra itself would write it before the command is looked at, and so replace that of a run which the command must
+    not touch.
+    """
+    hydra_cfg = HydraConfig.get()
+    folder = Path(hydra_cfg.runtime.output_dir) / ".hydra"
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml")
+    OmegaConf.save({"hydra": hydra_cfg}, folder / "hydra.yaml")
+    OmegaConf.save(hydra_cfg.overrides.task, folder / "overrides.yaml")
 
 
 def explain(error: BaseException, config_name: str, argv: list[str]) -> str:

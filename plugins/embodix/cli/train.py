@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app
+from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app, write_hydra_record
 from embodix.training.run_folder import is_first_rank
 
 
@@ -24,7 +24,8 @@ def train_task(cfg: DictConfig) -> float:
     from embodix.training.run import run_training
 
     limit_threads_for_launcher(HydraConfig.get().launcher)
-    return run_training(cfg, list(HydraConfig.get().overrides.task)).final_loss
+    overrides = list(HydraConfig.get().overrides.task)
+    return run_training(cfg, overrides, begun=lambda: write_hydra_record(cfg)).final_loss
 
 
 def limit_threads_for_launcher(launcher: Any) -> None:

@@ -34,7 +34,7 @@ from embodix.training.host_context import host_context
 from embodix.training.interruption import Interruption
 from embodix.training.resumption import Resumption
 from embodix.training.run_data import require_trainable_dataset
-from embodix.training.run_folder import owned_folder
+from embodix.training.run_folder import is_first_rank, owned_folder
 from embodix.training.session import TrainingSession
 
 if TYPE_CHECKING:
@@ -60,12 +60,13 @@ class RunResult:
         return statistics.fmean(record.loss for record in tail) if tail else float("nan")
 
 
-def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
+def run_training(cfg: DictConfig, overrides: list[str], begun: Callable[[], None] = lambda: None) -> RunResult:
     """Train as the config says and return what was recorded.
 
     Args:
         cfg: the composed ``train`` config.
         overrides: the Hydra overrides of this command, kept in the checkpoint.
+        begun: called in the first rank once nothing refuses the command any more, before anything is written.
 
     Raises:
         ValueError: a mistake in the config, the dataset or the checkpoint; the message says what to do.
@@ -74,7 +75,7 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
         if cfg.accept_changes:
             raise ValueError("accept_changes is for a run that is resumed; leave it out or name one with resume=... .")
         require_landed_groups(cfg)
-        return _run(cfg, decode_host_config(cfg), overrides, None)
+        return _run(cfg, decode_host_config(cfg), overrides, begun)
     checkpoint = find_checkpoint(cfg.resume)
     resumption = checkpoint.resumption(cfg.accept_changes)
     recorded = checkpoint.overrides() or []
@@ -86,7 +87,7 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
     require_landed_groups(cfg)
     host_cfg = host_config_of_checkpoint(checkpoint.config_path, added)
     host_cfg.output_dir = checkpoint.folder.parent.parent
-    return _run(cfg, host_cfg, merged, resumption, checkpoint.config_path)
+    return _run(cfg, host_cfg, merged, begun, resumption, checkpoint.config_path)
 
 
 def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[str]) -> None:
@@ -121,7 +122,8 @@ def _run(
     cfg: DictConfig,
     host_cfg: TrainPipelineConfig,
     overrides: list[str],
-    resumption: Resumption | None,
+    begun: Callable[[], None],
+    resumption: Resumption | None = None,
     resumed_config: Path | None = None,
 ) -> RunResult:
     fill_missing_preset(host_cfg)
@@ -131,8 +133,12 @@ def _run(
     support_of(cfg.policy.type).prepare_assets(cfg, host_cfg)
     plan = plan_evaluation(cfg, host_cfg)
     assert host_cfg.output_dir is not None
-    with owned_folder(Path(host_cfg.output_dir)), metric_writer(cfg.logging, host_cfg) as writer:
-        evaluation = None if plan is None else CheckpointEvaluation(plan, Path(host_cfg.output_dir), writer.evaluation)
+    output_dir = Path(host_cfg.output_dir)
+    with owned_folder(output_dir), metric_writer(cfg.logging, host_cfg) as writer:
+        if is_first_rank():
+            _require_new(output_dir, resumption)
+            begun()
+        evaluation = None if plan is None else CheckpointEvaluation(plan, output_dir, writer.evaluation)
         session = TrainingSession(
             name=cfg.plugin or "upstream",
             host_cfg=host_cfg,
@@ -149,6 +155,14 @@ def _run(
         with host_context(cfg, resumed_config):
             _train(session, evaluation)
     return RunResult(session.output_dir, session.records)
+
+
+def _require_new(output_dir: Path, resumption: Resumption | None) -> None:
+    if resumption is None and output_dir.is_dir():
+        raise FileExistsError(
+            f"Output directory {output_dir} already exists and resume is False. Continue its run with "
+            f"resume={output_dir}, or choose another folder."
+        )
 
 
 def _train(session: TrainingSession, evaluation: CheckpointEvaluation | None) -> None:
