@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from embodix.patching import Patch, replace_attribute
+from embodix.training.stopped import RunStoppedError
 
 PATCH = Patch(
     name="lerobot_atomic_checkpoint",
@@ -29,6 +32,7 @@ def apply(
 
     Args:
         on_saved: called with the unfinished checkpoint folder after upstream has written it, to add further state.
+            Where it fails, upstream's own files stay a checkpoint under its name, and the run ends with the reason.
         on_finished: called with the checkpoint folder once it is complete and `last` points at it.
     """
     from lerobot.scripts import lerobot_train
@@ -43,12 +47,17 @@ def apply(
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             save_in_place(unfinished, *args, **kwargs)
-            if on_saved is not None:
-                on_saved(unfinished)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise _unwritten(checkpoint_dir, error) from error
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
+        failure = _failure_of(on_saved, unfinished)
         _replace_folder(unfinished, checkpoint_dir)
+        if failure is not None:
+            move_link(checkpoint_dir.parent / LAST_CHECKPOINT_LINK, checkpoint_dir)
+            raise _incomplete(checkpoint_dir, failure) from failure
 
     def move_last_link(checkpoint_dir: Path) -> Path:
         link = move_link(checkpoint_dir.parent / LAST_CHECKPOINT_LINK, checkpoint_dir)
@@ -64,6 +73,36 @@ def apply(
         undo_save()
 
     return undo
+
+
+def _failure_of(on_saved: Callable[[Path], None] | None, unfinished: Path) -> Exception | None:
+    """What went wrong where state was added; what was added until then is taken away."""
+    if on_saved is None:
+        return None
+    written = set(unfinished.rglob("*"))
+    try:
+        on_saved(unfinished)
+    except Exception as error:
+        for path in sorted(set(unfinished.rglob("*")) - written, reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        return error
+    return None
+
+
+def _unwritten(checkpoint_dir: Path, error: Exception) -> RunStoppedError:
+    return RunStoppedError(
+        f"The checkpoint {checkpoint_dir} could not be written: {error}. Nothing of it is left, and the checkpoints "
+        "before it are whole. Make room or choose another disk, then "
+        f"`lerobot train resume={checkpoint_dir.parents[1]}`."
+    )
+
+
+def _incomplete(checkpoint_dir: Path, failure: Exception) -> RunStoppedError:
+    return RunStoppedError(
+        f"The checkpoint {checkpoint_dir} is kept, with upstream's own files alone: what embodix adds to it (the "
+        f"position in the data, the run's overrides) could not be written: {type(failure).__name__}: {failure}. "
+        "The run ends here. Plain LeRobot loads the checkpoint; resume the one before to continue to the bit."
+    )
 
 
 def _replace_folder(finished: Path, place: Path) -> None:

@@ -114,7 +114,10 @@ def test_resuming_equals_not_stopping(
 def test_without_its_position_a_resumed_run_differs(whole: tuple[Path, TrainingSession], tmp_path: Path) -> None:
     run = shutil.copytree(whole[0], tmp_path / "run", symlinks=True)
     (run / "checkpoints/000003/training_state/embodix_stream.json").unlink()
-    train_here([f"resume={run}/checkpoints/000003"])
+    resume = f"resume={run}/checkpoints/000003"
+    with pytest.raises(ValueError, match=r"no position in these batches \(its file is gone\)"):
+        train_here([resume])
+    train_here([resume, "accept_changes=[position]"])
     ours, theirs = read_steps(run / "steps.jsonl"), read_steps(whole[0] / "steps.jsonl")
     assert [record.loss for record in ours[3:]] != [record.loss for record in theirs[3:]]
 

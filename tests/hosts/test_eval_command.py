@@ -109,6 +109,9 @@ def test_an_interrupted_evaluation_is_continued(evaluate: Command, run_folder: P
     code, _, error = evaluate(tmp_path, f"checkpoint={run_folder}", "eval.videos=0")
     assert code == 1
     assert f"holds an evaluation already ({tmp_path}/episodes.jsonl). Continue it with resume={tmp_path}" in error
+    assert "eval.num_slots=1" in (tmp_path / ".hydra" / "overrides.yaml").read_text(), (
+        "a refused command changes nothing"
+    )
     folder = tmp_path.with_name(f"{tmp_path.name}_killed")
     shutil.copytree(tmp_path, folder)
     (folder / "results.json").unlink()
@@ -118,6 +121,8 @@ def test_an_interrupted_evaluation_is_continued(evaluate: Command, run_folder: P
     continued = results(folder)
     assert continued["settings"]["resumed"]
     assert_same_episodes(continued, whole)
+    assert continued["identity"]["model"] == whole["checkpoint"]
+    assert len(continued["identity"]["weights"]) == 16
 
 
 def test_the_expert_checks_the_simulator_without_a_checkpoint(evaluate: Command, tmp_path: Path) -> None:

@@ -92,7 +92,11 @@ def test_the_data_position_matters(whole_run: Path, tmp_path: Path) -> None:
     run = _interrupted(whole_run, tmp_path / "run", 3)
     for state in run.glob("checkpoints/*/training_state/embodix_loader.safetensors"):
         state.unlink()
-    train_here([f"resume={run}"])
+    with pytest.raises(
+        ValueError, match=r"no position in these batches \(its file is gone\).*accept_changes=\[position"
+    ):
+        train_here([f"resume={run}"])
+    train_here([f"resume={run}", "accept_changes=[position]"])
     ours, theirs = read_steps(run / "steps.jsonl"), read_steps(whole_run / "steps.jsonl")
     assert [record.loss for record in ours[3:]] != [record.loss for record in theirs[3:]]
 

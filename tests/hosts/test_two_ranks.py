@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -63,13 +64,16 @@ def test_losses_are_those_of_upstreams_own_ddp_run(
     overrides = _overrides(demonstrations, tmp_path, f"+plugin={plugin}", f"hydra.run.dir={tmp_path}/hydra")
     _torchrun("-m", "embodix", "train", *overrides)
     records = read_steps(tmp_path / "run" / "steps.jsonl")
-    upstream = two_ranks[0]["upstream"]
-    assert upstream != two_ranks[1]["upstream"]
+    assert two_ranks[0]["upstream"] != two_ranks[1]["upstream"]
+    upstream = [statistics.fmean(losses) for losses in zip(*(rank["upstream"] for rank in two_ranks), strict=True)]
     assert [record.num_samples for record in records] == [6] * NUM_STEPS
     losses = [record.loss for record in records]
     if plugin == "none":
         assert losses == upstream
+        assert records[0].tokens is None
     else:
+        counts = [record.tokens for record in records if record.tokens is not None]
+        assert [count.images_upstream for count in counts] == [18] * NUM_STEPS  # three slots, samples of both ranks
         assert losses[0] == pytest.approx(upstream[0], rel=1e-6)
         assert losses == pytest.approx(upstream, rel=1e-5)
 

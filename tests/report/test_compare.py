@@ -206,6 +206,21 @@ def test_waiting_for_data_and_divergence_are_warned_of(tmp_path):
     assert "diverged has diverged" in warnings
 
 
+@pytest.mark.parametrize("shift", [math.nan, math.inf])
+@pytest.mark.parametrize("from_the_first_step", [True, False])
+def test_losses_that_are_not_finite_are_no_same_function(tmp_path, shift, from_the_first_step):
+    """Neither where both runs break alike nor where only later steps do."""
+    shifts = {"first_loss_shift": shift} if from_the_first_step else {"loss_shift": shift}
+    base = read_run(write_run(tmp_path / "a", "upstream", **shifts if from_the_first_step else {}))
+    report = compare_runs([base, read_run(write_run(tmp_path / "b", "embodix", **shifts))])
+    assert not report.pairs[0].same_function
+    line = verdict_line(report, report.pairs[0])
+    assert "same function: no" in line and "bit-equal" not in line
+    assert "is not finite there" in " ".join(report.warnings)
+    (row,) = [cells for label, cells in comparison_rows(report) if label == "largest loss difference"]
+    assert row[1] == "not finite"
+
+
 def test_a_mixture_is_named_by_its_members(tmp_path):
     config = {"policy": {"type": "pi05"}, "dataset": {"members": {"arm": {}, "hands": {}}}}
     runs = [read_run(write_run(tmp_path / name, name, config=config)) for name in ("upstream", "embodix")]
@@ -253,6 +268,8 @@ def test_statistics_match_known_values():
     assert mcnemar_p_value(8, 1) == pytest.approx(0.0390625)
     assert quantile([1, 2, 3, 4], 0.5) == 2.5
     assert relative_difference(math.nan, 1.0) == math.inf
+    assert relative_difference(math.nan, math.nan) == math.inf
+    assert relative_difference(math.inf, math.inf) == math.inf
     with pytest.raises(ValueError, match="got 3 of 2"):
         wilson_interval(3, 2)
 

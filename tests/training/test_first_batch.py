@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from embodix.training.session import FirstBatch
+from embodix.training.first_batch import FirstBatch
 
 
 class Doubling(nn.Module):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from embodix.training.session import peak_resident_bytes
+from embodix.training.memory import peak_resident_bytes
 
 LARGE = 1 << 30
 
@@ -16,7 +16,7 @@ def test_a_child_does_not_inherit_its_parents_peak() -> None:
 import subprocess, sys
 block = bytearray(1 << 30)
 print(sum(block[:: 1 << 12]))
-child = "from embodix.training.session import peak_resident_bytes; print(peak_resident_bytes())"
+child = "from embodix.training.memory import peak_resident_bytes; print(peak_resident_bytes())"
 print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout)
 """
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -20,15 +20,21 @@ def compare_task(cfg: DictConfig) -> None:
     """Train the variants in turns, evaluate them on the same episodes, measure their memory and write the report."""
     from hydra.core.hydra_config import HydraConfig
 
+    from embodix.training.run_folder import owned_folder
+
+    output_dir = Path(HydraConfig.get().runtime.output_dir)
+    with owned_folder(output_dir):
+        _compare(cfg, list(HydraConfig.get().overrides.task), output_dir)
+
+
+def _compare(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     from embodix.report.comparison_page import write_comparison
     from embodix.report.comparison_table import print_comparison
     from embodix.report.runs import EVALUATION_FOLDER
     from embodix.training.host_context import host_context
     from embodix.training.lockstep import compose_variants, measure_memory, train_side_by_side
 
-    hydra_cfg = HydraConfig.get()
-    output_dir = Path(hydra_cfg.runtime.output_dir)
-    variants = compose_variants(cfg.compare, list(hydra_cfg.overrides.task), output_dir)
+    variants = compose_variants(cfg.compare, overrides, output_dir)
     evaluates = cfg.compare.evaluate and cfg.env is not None
     if evaluates:
         _require_checkpoints(cfg)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app
+from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app, write_hydra_record
 from embodix.config.compose import begun_overrides, compose
 
 
@@ -31,7 +31,7 @@ def eval_task(cfg: DictConfig) -> float:
     from embodix.report.evaluation_page import print_evaluations
 
     print(f"Results: {output_dir}")
-    evaluations = run_evaluation(cfg, overrides, output_dir)
+    evaluations = run_evaluation(cfg, overrides, output_dir, begun=lambda: write_hydra_record(cfg))
     print_evaluations(evaluations)
     print(f"Page: {output_dir / PAGE_FILE}")
     return evaluations[0].success.rate

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -26,10 +28,17 @@ from omegaconf.errors import OmegaConfBaseException
 from embodix.config.closed import did_you_mean, require_known_hydra_keys, require_known_keys
 from embodix.config.compose import CONFIG_MODULE, compose, config_names, register_schemas
 from embodix.patching import PatchError
+from embodix.training.stopped import RunStoppedError
 
 CONFIG_PACKAGE = f"pkg://{CONFIG_MODULE}"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
+NO_ROOM = "Make room; what was finished before is whole, and a run or evaluation is resumed with resume=<folder>."
+NOT_ALLOWED = "Give a folder that can be written, with hydra.run.dir=<folder>."
+CANNOT_BE_WRITTEN = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), NO_ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), NOT_ALLOWED),
+}
 USER_MISTAKES = (HydraException, OmegaConfBaseException)
 
 
@@ -37,7 +46,8 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     """Compose ``config_name`` with the overrides in ``argv`` and run ``task`` on it.
 
     Returns:
-        0, or 1 after a user's mistake was printed (set HYDRA_FULL_ERROR=1 for the traceback).
+        0, or 1 after a user's mistake, or why a run stopped itself, was printed (HYDRA_FULL_ERROR=1 shows the
+        traceback).
     """
     sys.argv = [sys.argv[0], *argv]
     wants_traceback = os.environ.get(FULL_ERROR) == "1"
@@ -45,11 +55,16 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     try:
         register_schemas(config_name)
         hydra.main(version_base="1.3", config_path=CONFIG_PACKAGE, config_name=config_name)(_closed(task))()
-    except (*USER_MISTAKES, ValueError, PatchError, FileNotFoundError, FileExistsError) as error:
+    except (*USER_MISTAKES, ValueError, PatchError, RunStoppedError, FileNotFoundError, FileExistsError) as error:
         if wants_traceback:
             raise
         print(f"error: {explain(error, config_name, argv)}", file=sys.stderr)
         print("(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if wants_traceback or error.errno not in CANNOT_BE_WRITTEN:
+            raise
+        print(f"error: {error}. {CANNOT_BE_WRITTEN[error.errno]}", file=sys.stderr)
         return 1
     finally:
         os.environ[FULL_ERROR] = "1" if wants_traceback else "0"
@@ -69,9 +84,23 @@ def _closed(task: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
     return run_checked
 
 
+def write_hydra_record(cfg: DictConfig) -> None:
+    """Write ``.hydra`` of the running command as Hydra does, for a config with ``hydra.output_subdir: null``.
+
+    Hydra itself would write it before the command is looked at, and so replace that of a run which the command must
+    not touch.
+    """
+    hydra_cfg = HydraConfig.get()
+    folder = Path(hydra_cfg.runtime.output_dir) / ".hydra"
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml")
+    OmegaConf.save({"hydra": hydra_cfg}, folder / "hydra.yaml")
+    OmegaConf.save(hydra_cfg.overrides.task, folder / "overrides.yaml")
+
+
 def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
     """The error's own message, followed by the nearest existing name for each override that has none."""
-    message = str(error).strip()
+    message = _without_worker_trace(str(error).strip())
     cause = error.__cause__
     if cause is not None and str(cause).strip() not in message and isinstance(error, HydraException):
         message += f"\n{cause}"
@@ -79,6 +108,12 @@ def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
     if isinstance(error, USER_MISTAKES):
         hints = _nearest_hints(config_name, [word for word in argv if "=" in word and not word.startswith("-")])
     return "\n".join([message, *hints])
+
+
+def _without_worker_trace(message: str) -> str:
+    """What was said in a loader's worker process, of which torch makes a message with the whole traceback."""
+    named = list(re.finditer(r"^[\w.]+Error: ", message, re.MULTILINE))
+    return message[named[-1].end() :] if named and re.match(r"Caught \w+ in DataLoader worker", message) else message
 
 
 def _nearest_hints(config_name: str, words: list[str]) -> list[str]:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from omegaconf import DictConfig
 
-from embodix.cli.hydra_app import run_hydra_app
+from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app, write_hydra_record
+from embodix.training.run_folder import is_first_rank
 
 
 def train_task(cfg: DictConfig) -> float:
@@ -22,7 +24,8 @@ def train_task(cfg: DictConfig) -> float:
     from embodix.training.run import run_training
 
     limit_threads_for_launcher(HydraConfig.get().launcher)
-    return run_training(cfg, list(HydraConfig.get().overrides.task)).final_loss
+    overrides = list(HydraConfig.get().overrides.task)
+    return run_training(cfg, overrides, begun=lambda: write_hydra_record(cfg)).final_loss
 
 
 def limit_threads_for_launcher(launcher: Any) -> None:
@@ -43,4 +46,9 @@ def limit_threads_for_launcher(launcher: Any) -> None:
 
 
 def run(argv: list[str]) -> int:
-    return run_hydra_app("train", train_task, argv)
+    try:
+        return run_hydra_app("train", train_task, argv)
+    except KeyboardInterrupt as interruption:
+        if is_first_rank():
+            print(str(interruption) or "Interrupted; the last checkpoint is whole.", file=sys.stderr)
+        return INTERRUPTED

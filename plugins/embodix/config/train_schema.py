@@ -113,7 +113,11 @@ class CompareSettings:
 
 @dataclass
 class TrainApp:
-    """Root of the ``lerobot train`` config; ``compare`` is used by ``lerobot compare`` only."""
+    """Root of the ``lerobot train`` config; ``compare`` is used by ``lerobot compare`` only.
+
+    ``accept_changes`` names what a resumed run may have otherwise than its checkpoint recorded: ``data``,
+    ``tokenizer``, ``batch``, ``policy``, ``algorithm``, ``versions``, and ``position`` for an epoch that begins again.
+    """
 
     train: TrainSettings = field(default_factory=TrainSettings)
     policy: Any = MISSING
@@ -145,6 +149,7 @@ class TrainApp:
     plugin: Any = None
     strict_plugins: bool = True
     resume: str | None = None
+    accept_changes: list[str] = field(default_factory=list)
     compare: CompareSettings | None = None
 
 

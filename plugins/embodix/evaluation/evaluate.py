@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from embodix.evaluation.choices import check_choices, name_checkpoints, needs_po
 from embodix.evaluation.controls import PolicyActors, mean_action_sequence
 from embodix.evaluation.engine import EngineSettings
 from embodix.evaluation.episodes import plan_episodes
+from embodix.evaluation.identity import EvaluationIdentity
 from embodix.evaluation.session import ActorRun, EvaluationProgress, EvaluationSession, default_num_workers
 from embodix.report.evaluation import (
     EPISODES_FILE,
@@ -38,11 +39,14 @@ from embodix.report.evaluation_page import EvaluatedFolder, render_evaluations
 from embodix.report.manifest import write_text_atomically
 from embodix.simulation.simulators import simulators_of
 from embodix.training.host_config import decode_env
+from embodix.training.run_folder import owned_folder
 
 PAGE_FILE, PAIRS_FILE = "results.html", "pairs.json"
 
 
-def run_evaluation(cfg: DictConfig, overrides: Sequence[str], output_dir: Path) -> list[Evaluation]:
+def run_evaluation(
+    cfg: DictConfig, overrides: Sequence[str], output_dir: Path, begun: Callable[[], None] = lambda: None
+) -> list[Evaluation]:
     """Evaluate as the config says.
 
     Args:
@@ -50,6 +54,7 @@ def run_evaluation(cfg: DictConfig, overrides: Sequence[str], output_dir: Path) 
         overrides: the Hydra overrides of this command.
         output_dir: for ``results.json``, ``results.html``, ``episodes.jsonl`` and videos; of several checkpoints, each
             has a folder of its name in it, and ``pairs.json`` compares them.
+        begun: called once nothing refuses the command any more, before anything is written.
 
     Returns:
         One evaluation for each checkpoint, or that of a controller.
@@ -57,13 +62,29 @@ def run_evaluation(cfg: DictConfig, overrides: Sequence[str], output_dir: Path) 
     Raises:
         ValueError: a mistake in the config, the checkpoint or the environment; the message says what to do.
     """
-    checkpoints = {name: find_model(path) for name, path in name_checkpoints(_plain(cfg.checkpoint)).items()}
+    with owned_folder(output_dir):
+        return _evaluate(cfg, overrides, output_dir, begun)
+
+
+def _evaluate(
+    cfg: DictConfig, overrides: Sequence[str], output_dir: Path, begun: Callable[[], None]
+) -> list[Evaluation]:
+    paths = name_checkpoints(_plain(cfg.checkpoint))
+    recorded = None if cfg.resume is None else EvaluationIdentity.load(output_dir)
+    if recorded is not None:  # the folders themselves: `last` may have moved since
+        paths = {name: str(content["model"]) for name, content in recorded.checkpoints.items()}
+    checkpoints = {name: find_model(path) for name, path in paths.items()}
     check_choices(cfg, list(checkpoints))
-    if cfg.resume is None:
-        _require_new(output_dir)
     env_cfg = _environment(cfg, list(checkpoints.values()))
+    identity = EvaluationIdentity.of(overrides, checkpoints)
+    if recorded is not None:
+        recorded.require_same(output_dir, identity)
+    else:
+        _require_new(output_dir)
+        begun()
+        identity.save(output_dir)
     with EvaluationProgress() as progress:
-        evaluator = _Evaluator(cfg, overrides, env_cfg, output_dir, progress)
+        evaluator = _Evaluator(cfg, overrides, env_cfg, output_dir, progress, identity)
         if needs_policy(cfg.actor):
             folders = [evaluator.evaluate(name, source, len(checkpoints)) for name, source in checkpoints.items()]
         else:
@@ -86,7 +107,9 @@ class _Evaluator:
         env_cfg: EnvConfig,
         output_dir: Path,
         progress: EvaluationProgress,
+        identity: EvaluationIdentity,
     ) -> None:
+        self._identity = identity
         self._cfg, self._env_cfg, self._output_dir = cfg, env_cfg, output_dir
         self._choices = policy_choices(cfg, overrides)
         simulators = _simulators(env_cfg)
@@ -153,6 +176,7 @@ class _Evaluator:
             policy=description,
             env=_plain_env(self._env_cfg),
             settings=self._settings(),
+            identity=self._identity.checkpoints.get(name, {}),
             wall_s=sum(run.wall_s for run in runs),
             cpu_s=sum(run.cpu_s for run in runs),
         )

@@ -74,7 +74,8 @@ class PairSummary:
         largest_loss_difference: relative, over all common steps; ``largest_at_step`` says where.
         reference: the differences from the reference where upstream's own batch is not it, or None.
         same_function: whether the difference from the reference is rounding: from upstream's batch at the first step,
-            or from ``reference`` where there is one. Never where matrix products are computed in different precisions.
+            or from ``reference`` where there is one. Never where matrix products are computed in different precisions,
+            nor where a loss is not finite: two broken runs have no function to compare.
         algorithm_changes: settings that change what is learned, and so may explain a difference.
         flop_ratio: baseline / variant of torch's counted FLOPs, or None.
         bound: the analytic bound, or None.
@@ -168,10 +169,12 @@ def _is_unchanged(run: Run) -> bool:
 
 
 def relative_difference(loss: float, reference: float) -> float:
-    """|loss - reference| / |reference|; 0 where both are equal, infinite where only one is finite."""
-    if loss == reference or (math.isnan(loss) and math.isnan(reference)):
+    """|loss - reference| / |reference|; 0 where both are equal, infinite where one or both are not finite."""
+    if not (math.isfinite(loss) and math.isfinite(reference)):
+        return math.inf
+    if loss == reference:
         return 0.0
-    if not (math.isfinite(loss) and math.isfinite(reference)) or reference == 0:
+    if reference == 0:
         return math.inf
     return abs(loss - reference) / abs(reference)
 
@@ -266,6 +269,7 @@ def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None)
         largest_at_step=largest_at,
         reference=reference,
         same_function=same_samples
+        and math.isfinite(largest)
         and precision_words(base) == precision_words(run)
         and (differences[0][0] if reference is None else reference.variant) <= tolerance,
         tolerance=tolerance,
@@ -328,6 +332,11 @@ def _warnings(variants: Sequence[VariantSummary], pairs: Sequence[PairSummary]) 
             found.append(
                 f"The steps of {pair.name} hold other samples than the baseline's: its packer composes the batches. "
                 "Losses are not comparable step by step; speed is compared a sample."
+            )
+        elif not math.isfinite(pair.largest_loss_difference):
+            found.append(
+                f"{pair.name} has nothing to compare at step {pair.largest_at_step}: its loss or the baseline's is not "
+                "finite there."
             )
         elif not pair.same_function:
             cause = "; ".join(pair.algorithm_changes) or "no setting that changes the algorithm explains it"

@@ -228,6 +228,7 @@ class EvaluationRun:
         env: the simulator's configuration.
         settings: episodes, seeds, slots and workers.
         wall_s, cpu_s: seconds that all episodes took, and seconds of processor time in this process and its workers.
+        identity: the checkpoint's folder and hashes of its files.
     """
 
     name: str
@@ -237,6 +238,7 @@ class EvaluationRun:
     settings: Mapping[str, Any]
     wall_s: float
     cpu_s: float
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
 
 def results_record(
@@ -255,6 +257,7 @@ def results_record(
     return {
         "name": run.name,
         "checkpoint": run.checkpoint,
+        "identity": dict(run.identity),
         "created_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "success": dataclasses.asdict(_success(episodes)),
         "tasks": {task: _task_fields([episode for episode in episodes if episode.task == task]) for task in tasks},

@@ -39,19 +39,19 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.
+    """One optimizer step, over all ranks and micro-batches.
 
     Attributes:
         step: 1 for the first step of a run.
-        loss: the loss that was differentiated; NaN and infinities are kept as they are.
-        grad_norm: norm of all gradients before clipping.
-        lr: learning rate of the first parameter group.
-        num_samples: samples of the step, over all ranks and micro-batches.
-        wall_s: seconds of wall-clock time by phase; phases are named in ``PHASES``.
-        cpu_s: seconds of process CPU time by phase.
-        tokens: token counts, or None where the run has no way to count them.
-        action_valid: action elements inside the episode, or None when not counted.
-        action_total: action elements in the batch, padding included, or None when not counted.
+        loss: the loss that was differentiated: mean over ranks. NaN and infinities of older files are kept as they are.
+        grad_norm: norm of the gradients that the optimizer takes, before clipping; the same on all ranks.
+        lr: learning rate of the first parameter group; the same on all ranks.
+        num_samples: samples of the step: sum over ranks.
+        wall_s: seconds of wall-clock time by phase, of the main process; phases are named in ``PHASES``.
+        cpu_s: seconds of process CPU time by phase, of the main process alone.
+        tokens: token counts: sums over ranks, or None where the run has no way to count them.
+        action_valid: action elements inside the episode: sum over ranks, or None when not counted.
+        action_total: action elements in the batch, padding included: sum over ranks, or None when not counted.
 
     Raises:
         ValueError: a phase that is not in ``PHASES``.

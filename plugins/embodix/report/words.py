@@ -34,6 +34,8 @@ def percent(value: float | None, digits: int = 0) -> str:
 
 
 def difference(value: float) -> str:
+    if not math.isfinite(value):
+        return "not finite"
     return "0 (bit-equal)" if value == 0 else f"{value:.1e}"
 
 

@@ -2,9 +2,9 @@
 """The accelerator handed to upstream's ``train(cfg, accelerator=...)``: the one public hook into its loop.
 
 Upstream calls ``prepare`` once, before its first step, and then ``autocast``, ``backward``, ``clip_grad_norm_``
-and ``unwrap_model`` at fixed places of every step. The session is told of each; what upstream asked for is then
-done by accelerate itself. At these marks, and where the loop asks its loader, a clock splits the step into phases, in
-process CPU time and wall time.
+and ``unwrap_model`` at fixed places of every step; the optimizer tells when it is about to step. The session is told of
+each; what upstream asked for is then done by accelerate itself. At these marks, and where the loop asks its loader, a
+clock splits the step into phases, in process CPU time and wall time.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class StepObserver(Protocol):
     def backward_starts(self, loss: torch.Tensor) -> None: ...
     def backward_ended(self) -> None: ...
     def gradients_clipped(self, grad_norm: Any) -> None: ...
+    def optimizer_steps(self) -> None: ...
     def step_ended(self) -> None: ...
 
 
@@ -59,6 +60,7 @@ class ObservedAccelerator(Accelerator):
         policy, optimizer, loader, *rest = args
         self._observer.policy_built(policy, self)
         loader = self._observer.loader_built(loader)
+        optimizer.register_step_pre_hook(lambda *_: self._observer.optimizer_steps())
         policy, optimizer, loader, scheduler, *rest = super().prepare(policy, optimizer, loader, *rest, **kwargs)
         loader, scheduler = self._observer.prepared(policy, optimizer, loader, scheduler)
         return policy, optimizer, loader, scheduler, *rest

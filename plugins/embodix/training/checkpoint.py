@@ -4,12 +4,13 @@
 Upstream's own files are untouched, so plain LeRobot loads the checkpoint. Beside them stand
 ``pretrained_model/embodix_overrides.json`` (the Hydra overrides), ``pretrained_model/embodix_architecture.json``
 (widths and depths of a small policy) and ``training_state/embodix_loader.safetensors`` or
-``embodix_stream.json`` (position in the data).
+``embodix_stream.json`` (position in the data) and ``training_state/embodix_identity.json`` (what the run is).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from lerobot.utils.constants import (
     TRAINING_STATE_DIR,
 )
 
+from embodix.training.checkpoint_files import require_whole
+from embodix.training.identity import RunIdentity, require_known_aspects
 from embodix.training.loader import LoaderState, StreamState
+from embodix.training.resumption import Resumption
 from embodix.training.session import current_session
 
 OVERRIDES_FILE = "embodix_overrides.json"
@@ -39,6 +43,7 @@ def write_session_state(checkpoint_dir: Path) -> None:
     session.data.save_embodiments(model_dir)
     if session.position is not None:
         session.position.save(checkpoint_dir / TRAINING_STATE_DIR)
+    session.continuity.identity().save(checkpoint_dir / TRAINING_STATE_DIR)
 
 
 def checkpoint_finished(checkpoint_dir: Path) -> None:
@@ -73,9 +78,27 @@ class Checkpoint:
     def loader_state(self) -> LoaderState | None:
         return LoaderState.load(self.folder / TRAINING_STATE_DIR)
 
-    def stream_state(self) -> StreamState | None:
-        """The position of a run whose packer composed the batches; None for another."""
-        return StreamState.load(self.folder / TRAINING_STATE_DIR)
+    def resumption(self, accepted: Sequence[str]) -> Resumption:
+        """What a run needs to go on from here.
+
+        Args:
+            accepted: changes that the command accepts.
+
+        Raises:
+            ValueError: a change that can't be accepted, or a file that is missing or damaged.
+        """
+        require_known_aspects(accepted)
+        require_whole(self.folder)
+        state = self.folder / TRAINING_STATE_DIR
+        return Resumption(
+            folder=self.folder,
+            step=self.step,
+            loader=LoaderState.load(state),
+            stream=StreamState.load(state),
+            identity=RunIdentity.load(state),
+            accepted=tuple(accepted),
+            of_upstream=self.overrides() is None,
+        )
 
 
 def find_checkpoint(path: Path | str) -> Checkpoint:

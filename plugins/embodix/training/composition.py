@@ -22,6 +22,7 @@ from embodix.packing.batches import BatchStream
 from embodix.packing.sample_cost import CostModel, IntArray, MeasuredBin, SampleSizes, fit_cost
 from embodix.policies.settings import TokenCounts
 from embodix.training.features import InstalledFeatures
+from embodix.training.interruption import ignore_in_worker
 from embodix.training.loader import StepDataset, StepLoader, StreamState
 from embodix.training.step_forward import StepCount, StepForward
 
@@ -104,8 +105,8 @@ class Composition:
     ) -> StepLoader:
         """The loader in place of the one that upstream built, with upstream's options."""
         num_workers = self._host_cfg.num_workers
-        options = {"num_workers": num_workers, "pin_memory": self._accelerator.device.type == "cuda"}
-        options["prefetch_factor"] = 2 if num_workers > 0 else None
+        options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": self._accelerator.device.type == "cuda"}
+        options |= {"prefetch_factor": 2 if num_workers > 0 else None, "worker_init_fn": ignore_in_worker}
         steps = StepDataset(dataset, collate or default_collate, self._host_cfg.seed or 0)
         rank, device = self._accelerator.process_index, self._accelerator.device
         self.loader = StepLoader(self.stream, steps, rank, device, options, before_step, after_step)

@@ -99,6 +99,12 @@ class InstalledFeatures:
                 part.uninstall()
 
 
+def composes_batches(selection: FeatureSelection) -> bool:
+    """Whether the packer composes the batches."""
+    packing = selection.packing
+    return packing.name != "none" and isinstance(plugins.build("packers", packing.name, packing.options), BatchComposer)
+
+
 def select_features(cfg: DictConfig) -> FeatureSelection:
     """Read the feature groups and check that every name is registered.
 

@@ -92,7 +92,10 @@ def _policy_options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
 
 def build_dataset(host_cfg: Any, upstream: Any) -> Any:
     """The running session's data set."""
-    return current_session().data.build_dataset(host_cfg, upstream)
+    session = current_session()
+    dataset = session.data.build_dataset(host_cfg, upstream)
+    session.dataset_built()
+    return dataset
 
 
 def build_processors(*arguments: Any) -> Any:

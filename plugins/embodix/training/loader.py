@@ -81,6 +81,7 @@ class ResumableLoader:
         resume_from: position to continue from, used by the first epoch only.
         before_batch, after_batch: called around the wait for each batch.
         order: the sampler of an order that is embodix's own, None for upstream's shuffle.
+        epoch_ended: called after the last batch of each epoch.
     """
 
     def __init__(
@@ -90,12 +91,14 @@ class ResumableLoader:
         before_batch: Callable[[], None],
         after_batch: Callable[[Any], None],
         order: OrderSampler | None = None,
+        epoch_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self.loader = loader
         self._resume_from = resume_from
         self._before_batch = before_batch
         self._after_batch = after_batch
         self._order = order
+        self._epoch_ended = epoch_ended
         self._state: LoaderState | None = None
 
     def __len__(self) -> int:
@@ -117,6 +120,7 @@ class ResumableLoader:
             try:
                 batch = next(batches)
             except StopIteration:
+                self._epoch_ended()
                 return
             assert self._state is not None
             self._state = replace(self._state, num_batches=self._state.num_batches + 1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
 from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,7 +32,10 @@ from embodix.training.host_config import (
     require_landed_groups,
 )
 from embodix.training.host_context import host_context
+from embodix.training.interruption import Interruption
+from embodix.training.resumption import Resumption
 from embodix.training.run_data import require_trainable_dataset
+from embodix.training.run_folder import is_first_rank, owned_folder
 from embodix.training.session import TrainingSession
 
 if TYPE_CHECKING:
@@ -57,21 +61,26 @@ class RunResult:
         return statistics.fmean(record.loss for record in tail) if tail else float("nan")
 
 
-def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
+def run_training(cfg: DictConfig, overrides: list[str], begun: Callable[[], None] = lambda: None) -> RunResult:
     """Train as the config says and return what was recorded.
 
     Args:
         cfg: the composed ``train`` config.
         overrides: the Hydra overrides of this command, kept in the checkpoint.
+        begun: called in the first rank once nothing refuses the command any more, before anything is written.
 
     Raises:
         ValueError: a mistake in the config, the dataset or the checkpoint; the message says what to do.
     """
     if cfg.resume is None:
-        return _run(cfg, sound_host_config(cfg), overrides, None)
+        if cfg.accept_changes:
+            raise ValueError("accept_changes is for a run that is resumed; leave it out or name one with resume=... .")
+        return _run(cfg, sound_host_config(cfg), overrides, begun)
     checkpoint = find_checkpoint(cfg.resume)
+    resumption = checkpoint.resumption(cfg.accept_changes)
     recorded = checkpoint.overrides() or []
-    added = [override for override in overrides if not override.startswith("resume=")]
+    of_this_command = ("resume=", "accept_changes=")
+    added = [override for override in overrides if not override.lstrip("+").startswith(of_this_command)]
     _require_resumable(checkpoint, recorded, added)
     merged = merge_overrides(recorded, added)
     cfg = compose_train(merged)
@@ -79,7 +88,7 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
     host_cfg = host_config_of_checkpoint(checkpoint.config_path, added)
     host_cfg.output_dir = checkpoint.folder.parent.parent
     require_sound_config(cfg, host_cfg)
-    return _run(cfg, host_cfg, merged, checkpoint)
+    return _run(cfg, host_cfg, merged, begun, resumption, checkpoint.config_path)
 
 
 def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[str]) -> None:
@@ -100,9 +109,8 @@ def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[
     fixed = [override for override in added if _is_fixed_on_resume(override) and override not in recorded]
     if fixed:
         raise ValueError(
-            f"{', '.join(fixed)} cannot be chosen when resuming: the checkpoint's own is kept. Change single fields "
-            "(optimizer.lr=..., env.task=...), or start another run from the weights with policy.pretrained_path="
-            f"{checkpoint.config_path.parent}."
+            f"{', '.join(fixed)} cannot be chosen when resuming: the checkpoint's own is kept. Leave it out, or start "
+            f"another run from the weights with policy.pretrained_path={checkpoint.config_path.parent}."
         )
 
 
@@ -112,7 +120,12 @@ def _is_fixed_on_resume(override: str) -> bool:
 
 
 def _run(
-    cfg: DictConfig, host_cfg: TrainPipelineConfig, overrides: list[str], checkpoint: Checkpoint | None
+    cfg: DictConfig,
+    host_cfg: TrainPipelineConfig,
+    overrides: list[str],
+    begun: Callable[[], None],
+    resumption: Resumption | None = None,
+    resumed_config: Path | None = None,
 ) -> RunResult:
     fill_missing_preset(host_cfg)
     selection = select_training_features(cfg)
@@ -123,8 +136,12 @@ def _run(
     support_of(cfg.policy.type).prepare_assets(cfg, host_cfg)
     plan = plan_evaluation(cfg, host_cfg)
     assert host_cfg.output_dir is not None
-    with metric_writer(cfg.logging, host_cfg) as writer:
-        evaluation = None if plan is None else CheckpointEvaluation(plan, Path(host_cfg.output_dir), writer.evaluation)
+    output_dir = Path(host_cfg.output_dir)
+    with owned_folder(output_dir), metric_writer(cfg.logging, host_cfg) as writer:
+        if is_first_rank():
+            _require_new(output_dir, resumption)
+            begun()
+        evaluation = None if plan is None else CheckpointEvaluation(plan, output_dir, writer.evaluation)
         session = TrainingSession(
             name=cfg.plugin or "upstream",
             host_cfg=host_cfg,
@@ -133,15 +150,22 @@ def _run(
             overrides=overrides,
             synchronize=cfg.step_clock.synchronize,
             count_flops_at=cfg.step_clock.count_flops_at,
-            resume_from=checkpoint.loader_state() if checkpoint else None,
-            resume_stream=checkpoint.stream_state() if checkpoint else None,
-            first_step=checkpoint.step + 1 if checkpoint else 1,
+            resumption=resumption,
             on_step=writer.step,
             evaluation=evaluation,
+            interruption=Interruption(),
         )
-        with host_context(cfg, checkpoint.config_path if checkpoint else None):
+        with host_context(cfg, resumed_config):
             _train(session, evaluation)
     return RunResult(session.output_dir, session.records)
+
+
+def _require_new(output_dir: Path, resumption: Resumption | None) -> None:
+    if resumption is None and output_dir.is_dir():
+        raise FileExistsError(
+            f"Output directory {output_dir} already exists and resume is False. Continue its run with "
+            f"resume={output_dir}, or choose another folder."
+        )
 
 
 def _train(session: TrainingSession, evaluation: CheckpointEvaluation | None) -> None:
@@ -151,8 +175,10 @@ def _train(session: TrainingSession, evaluation: CheckpointEvaluation | None) ->
     session.activate()
     host_cfg = session.host_cfg
     force_cpu = host_cfg.policy is not None and host_cfg.policy.device == "cpu"
+    accelerator = ObservedAccelerator(session, force_cpu)
+    host_cfg.output_dir = Path(broadcast_object_list([str(host_cfg.output_dir)])[0])  # each rank resolved its own time
     try:
-        train(host_cfg, accelerator=ObservedAccelerator(session, force_cpu))
+        train(host_cfg, accelerator=accelerator)
         if evaluation is not None:
             evaluation.finish()
     finally:

@@ -30,7 +30,9 @@ from embodix.data.mixture_spec import MixtureSpec, decode_mixture, is_mixture, r
 from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder, files_of_samples
 from embodix.data.preprocessing import LoopPreprocessor, PreprocessingCollate
 from embodix.data.sample_sizes import SizedDataset
+from embodix.data.streams import guard_stream, require_streamable
 from embodix.policies.support import support_of
+from embodix.training.interruption import ignore_in_worker
 from embodix.training.loader import OrderSampler
 
 
@@ -102,6 +104,7 @@ class RunData:
         self.announces = True
         self.collate: PreprocessingCollate | None = None
         self.sampler: OrderSampler | None = None
+        self._first_frames: dict[int, int] | None = None
         self._call: ProcessorCall | None = None
         self._host_preprocessors: Callable[[], list[Any]] = list
         self._saved: list[ProcessorPair] = []
@@ -122,6 +125,8 @@ class RunData:
         else:
             self.dataset = build_mixture(self.choices.mixture, host_cfg, build)
             datasets = [member.dataset for member in self.dataset.members]
+        if streamed:
+            guard_stream(self.dataset)
         if self.choices.reads == "columns" and not streamed:  # a streamed sample is read with its neighbours at hand
             for dataset in datasets:
                 read_columns(dataset)
@@ -171,6 +176,7 @@ class RunData:
         if order is None:
             if self.collate is not None:
                 loader.collate_fn = self.collate
+            loader.worker_init_fn = ignore_in_worker
             return loader
         self.sampler = OrderSampler(order)
         return DataLoader(
@@ -182,6 +188,7 @@ class RunData:
             pin_memory=loader.pin_memory,
             drop_last=loader.drop_last,
             prefetch_factor=loader.prefetch_factor,
+            worker_init_fn=ignore_in_worker,
         )
 
     def order(self, seed: int) -> SampleOrder | None:
@@ -192,6 +199,16 @@ class RunData:
             walks = [self._walk(member.dataset, seed + k) for k, member in enumerate(self.dataset.members)]
             return self.dataset.order(seed, walks)
         return self._walk(self.dataset, seed)
+
+    def first_frames(self) -> dict[int, int]:
+        """Episode -> the number of its first frame in the data set; empty for a mixture, which has several of each."""
+        if self._first_frames is None:
+            episodes = getattr(self.dataset.meta, "episodes", None)
+            numbers = (
+                () if episodes is None else zip(episodes["episode_index"], episodes["dataset_from_index"], strict=True)
+            )
+            self._first_frames = {int(episode): int(first) for episode, first in numbers}
+        return self._first_frames
 
     def sized_datasets(self) -> list[SizedDataset]:
         """The data sets that the loop reads, one after the other, for measuring their samples."""
@@ -253,12 +270,14 @@ def require_trainable_dataset(host_cfg: TrainPipelineConfig, dataset_node: Mappi
         dataset_node: the config's ``dataset``, which may ask for a mixture.
 
     Raises:
-        ValueError: no dataset at an explicit root, no task strings, or cameras that the policy and the dataset
-            name differently (both lists are printed).
+        ValueError: no dataset at an explicit root, no task strings, cameras that the policy and the dataset name
+            differently (both lists are printed), or a stream that upstream would not read whole.
     """
     if is_mixture(dataset_node):
         require_local_members(decode_mixture(dataset_node))
         return
+    if host_cfg.dataset.streaming:
+        require_streamable(host_cfg)
     root = Path(host_cfg.dataset.root) if host_cfg.dataset.root else HF_LEROBOT_HOME / host_cfg.dataset.repo_id
     info_path = root / "meta" / "info.json"
     if not info_path.is_file():

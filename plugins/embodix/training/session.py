@@ -7,9 +7,6 @@ Of the first batch it keeps what the policy sees, where upstream's own batch is 
 from __future__ import annotations
 
 import contextvars
-import functools
-import logging
-import resource
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -18,22 +15,31 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from lerobot.configs.train import TrainPipelineConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodix import patching
 from embodix.contracts import BatchComposer, ChecksReference
+from embodix.data.streams import require_whole_epoch
 from embodix.policies.settings import ReferenceCheck, TokenCounts
 from embodix.policies.support import support_of
 from embodix.report.manifest import collect_manifest
-from embodix.report.steps import StepRecord, TokenRecord, append_step
+from embodix.report.steps import StepRecord, append_step
 from embodix.training.accelerator import StepClock
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation
 from embodix.training.composition import Composition
 from embodix.training.features import FeatureSelection, InstalledFeatures, install_features
+from embodix.training.finite import NonFiniteError, StepSamples, all_finite, non_finite_step, require_finite_state
+from embodix.training.first_batch import FirstBatch
 from embodix.training.flops import flop_counter
+from embodix.training.interruption import Interruption, SaveNow
 from embodix.training.loader import LoaderState, ResumableLoader, StreamState
+from embodix.training.memory import peak_memory
+from embodix.training.resumption import Continuity, Resumption
 from embodix.training.run_data import RunData, read_choices
+from embodix.training.step_totals import StepTotals
+from embodix.training.stopped import RunInterrupted
 
 STEPS_FILE, MANIFEST_FILE, GEMM_TABLE_FILE = "steps.jsonl", "manifest.json", "gemm_gate.json"
 _current: contextvars.ContextVar[TrainingSession] = contextvars.ContextVar("embodix_training_session")
@@ -55,12 +61,11 @@ class TrainingSession:
         overrides: the Hydra overrides that make this config, for the checkpoint.
         synchronize: wait for the device at each mark.
         count_flops_at: the step whose operations are counted, or None.
-        resume_from: loader position of the checkpoint that is resumed.
-        resume_stream: position of a composed run in the checkpoint that is resumed.
-        first_step: number of the first step trained here.
+        resumption: what the checkpoint that is resumed holds; None for a run from its beginning.
         check_reference: after the first step, compare with the reference where upstream's own batch is not it.
-        on_step: called with each finished step's record.
+        on_step: called with each finished step's record, in the main process.
         evaluation: evaluates the checkpoints while training goes on; None for nothing.
+        interruption: ends the run after a whole step where it is asked for; None leaves Ctrl-C to Python.
 
     Attributes:
         between_steps: called before each batch is fetched, when no step is open; None for nothing.
@@ -75,12 +80,11 @@ class TrainingSession:
         overrides: list[str],
         synchronize: bool = False,
         count_flops_at: int | None = None,
-        resume_from: LoaderState | None = None,
-        resume_stream: StreamState | None = None,
-        first_step: int = 1,
+        resumption: Resumption | None = None,
         check_reference: bool = False,
         on_step: Callable[[StepRecord], None] | None = None,
         evaluation: CheckpointEvaluation | None = None,
+        interruption: Interruption | None = None,
     ) -> None:
         self.name = name
         self.host_cfg = host_cfg
@@ -96,17 +100,21 @@ class TrainingSession:
         self.flops_per_step: int | None = None
         self._synchronize = synchronize
         self._count_flops_at = count_flops_at
-        self._resume_from, self._resume_stream = resume_from, resume_stream
-        self._step = first_step
+        self.continuity = Continuity(host_cfg, config, selection, resumption)
+        self._step = resumption.step + 1 if resumption else 1
         self._check_reference = check_reference
         self._first_batch: FirstBatch | None = None
         self._reference_check: ReferenceCheck | None = None
         self._on_step = on_step
         self._evaluation = evaluation
+        self._interruption = interruption
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
-        self._num_samples = 0
-        self._loss = self._grad_norm = self._lr = float("nan")
+        self._samples: StepSamples | None = None
+        self._totals: StepTotals | None = None
+        self._num_samples = self._epoch_samples = 0
+        self._loss = self._lr = float("nan")
+        self._grad_norm: float | None = None
 
     @property
     def output_dir(self) -> Path:
@@ -116,6 +124,14 @@ class TrainingSession:
     def activate(self) -> None:
         """Make this the session of the calling thread."""
         _current.set(self)
+
+    def dataset_built(self) -> None:
+        """The data set is there and the policy is not.
+
+        Raises:
+            ValueError: this is not the run that wrote the checkpoint that is resumed.
+        """
+        self.continuity.dataset_built(self.data.dataset)
 
     def policy_built(self, policy: Any, accelerator: Accelerator) -> None:
         self.policy = policy
@@ -133,12 +149,7 @@ class TrainingSession:
         """Measure the samples and pack the first epoch, before anything is trained."""
         assert self.features is not None
         assert self.features.step_count is not None
-        if self._step > 1 and self._resume_stream is None:
-            logging.warning(
-                "The checkpoint has no position in composed batches: it was trained with another packing. The data "
-                "begins again with the first epoch."
-            )
-        count, resumed = self.features.step_count, self._resume_stream
+        count, resumed = self.features.step_count, self.continuity.stream_position()
         composition = Composition(composer, self.features, count, self.host_cfg, self.accelerator, resumed)
         order = self.data.order(self.host_cfg.seed or 0)
         composition.measure(self.policy, self.data.sized_datasets(), order, self.selection.flow_samples)
@@ -161,8 +172,16 @@ class TrainingSession:
                 self.data.dataset, self.data.collate, self._fetch_starts, self._fetched
             )
         else:
+            resumed = self.continuity.loader_position()
+            if resumed is not None:
+                self._epoch_samples = resumed.num_batches * self._full_batch
             loader = self.loader = ResumableLoader(
-                loader, self._resume_from, self._fetch_starts, self._fetched, order=self.data.sampler
+                loader,
+                resumed,
+                self._fetch_starts,
+                self._fetched,
+                order=self.data.sampler,
+                epoch_ended=self._epoch_ended,
             )
         if self.accelerator.is_main_process:
             self.write_manifest()
@@ -173,10 +192,11 @@ class TrainingSession:
         """Where the run stands in its data, None before the first batch."""
         if self.composition is not None:
             return self.composition.state()
-        return self.loader.position if self.loader else None
+        return self.loader.position if self.loader is not None else None
 
     def forward_starts(self) -> None:
         self.clock.end("preprocess")
+        self._grad_norm = None
         if self._step == self._count_flops_at and self.clock.running:
             self._counter = flop_counter()
             self._counter.__enter__()
@@ -196,7 +216,30 @@ class TrainingSession:
 
     def gradients_clipped(self, grad_norm: Any) -> None:
         self._grad_norm = float(grad_norm)
+
+    def optimizer_steps(self) -> None:
+        """The last moment before the weights change: a step that is not finite on some rank ends the run on all.
+
+        Raises:
+            NonFiniteError: names the step and its samples.
+        """
+        if self._grad_norm is None:  # upstream clips past the accelerator where grad_clip_norm is 0
+            self._grad_norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), float("inf")))
         self._lr = float(self.optimizer.param_groups[0]["lr"])  # the one this step uses; the schedule steps after it
+        assert self._samples is not None
+        finite = all_finite(self._loss, self._grad_norm) and self._samples.inputs_are_finite()
+        asked = self._interruption is not None and self._interruption.requested
+        own = StepTotals(self._loss, self._grad_norm, self._num_samples, self._token_counts(), asked, finite)
+        self._totals = own.over_ranks(self.accelerator, already_total=self.composition is not None)
+        if not self._totals.finite:
+            raise self._non_finite(self._totals)
+
+    def _non_finite(self, totals: StepTotals) -> NonFiniteError:
+        assert self._samples is not None
+        samples, num_ranks = self._samples.describe(), self.accelerator.num_processes
+        if num_ranks > 1:
+            samples = gather_object([f"process {self.accelerator.process_index}: {sample}" for sample in samples])
+        return non_finite_step(self._step, totals.loss, totals.grad_norm, samples, num_ranks)
 
     def step_ended(self) -> None:
         if not self.clock.running:
@@ -205,10 +248,13 @@ class TrainingSession:
         self.clock.stop()
         record = self._record()
         self.records.append(record)
+        if self._totals is not None and self._totals.interrupted:
+            self.host_cfg.save_freq = SaveNow(self.host_cfg.save_freq)
+        self._require_finite_checkpoint()
         if self.accelerator.is_main_process:
             append_step(self.output_dir / STEPS_FILE, record)
-        if self._on_step is not None:
-            self._on_step(record)
+            if self._on_step is not None:
+                self._on_step(record)
         self._step += 1
         if self.composition is not None:
             self.composition.step_ended()
@@ -216,6 +262,12 @@ class TrainingSession:
         self._keep_gemm_table()
         if self._evaluation is not None:
             self._evaluation.poll()
+
+    def _require_finite_checkpoint(self) -> None:
+        """Where upstream's loop is about to save; every rank looks, so that all end together."""
+        cfg = self.host_cfg
+        if cfg.save_checkpoint and (self._step % cfg.save_freq == 0 or self._step == cfg.steps):
+            require_finite_state(self._step, self.policy.named_parameters(), self.optimizer)
 
     def checkpoint_finished(self, checkpoint_dir: Path) -> None:
         """A checkpoint is complete and in its place."""
@@ -272,7 +324,9 @@ class TrainingSession:
         return settings
 
     def close(self) -> None:
-        """Write the final manifest and give upstream's policy back its own methods."""
+        """Write the final manifest and give upstream's policy back its own methods, and Ctrl-C to Python."""
+        if self._interruption is not None:
+            self._interruption.release()
         if self.features is None:
             return
         if self.accelerator.is_main_process:
@@ -284,100 +338,61 @@ class TrainingSession:
         self.features.uninstall()
 
     def _fetch_starts(self) -> None:
+        if self._totals is not None and self._totals.interrupted:
+            raise RunInterrupted(self._how_to_go_on())
+        if self._interruption is not None:
+            self._interruption.watch()
         if self.between_steps is not None:
             self.between_steps()
         self.clock.start()
 
+    def _how_to_go_on(self) -> str:
+        done = f"Interrupted after step {self._step - 1} of {self.host_cfg.steps}"
+        if not self.host_cfg.save_checkpoint:
+            return f"{done}; nothing is saved (train.save_checkpoint=false)."
+        return f"{done}, which is saved. Go on with: lerobot train resume={self.output_dir}"
+
     def _fetched(self, batch: Any) -> None:
         self.clock.end("data_wait")
+        self._samples = StepSamples(batch, self.data.first_frames())
         if self.composition is not None:
             self._num_samples = self.composition.num_samples
         else:
-            self._num_samples = _batch_size(batch) * self.accelerator.num_processes
+            self._num_samples = _batch_size(batch)
+            self._epoch_samples += self._num_samples * self.accelerator.num_processes
+
+    def _epoch_ended(self) -> None:
+        num_read, self._epoch_samples = self._epoch_samples, 0
+        if self.host_cfg.dataset.streaming:
+            require_whole_epoch(num_read, self.data.dataset.num_frames)
+
+    @property
+    def _full_batch(self) -> int:
+        return self.host_cfg.batch_size * self.accelerator.num_processes
+
+    def _token_counts(self) -> TokenCounts | None:
+        """Of this rank's batch; of all ranks where the packer composes batches."""
+        if self.composition is not None:
+            return self.composition.token_counts
+        installation = self.features.installation if self.features else None
+        return installation.token_counts if installation else None
 
     def _record(self) -> StepRecord:
-        installation = self.features.installation if self.features else None
-        counts = installation.token_counts if installation else None
-        if self.composition is not None:
-            counts = self.composition.token_counts
+        totals = self._totals
+        assert totals is not None
         return StepRecord(
             step=self._step,
-            loss=self._loss,
-            grad_norm=self._grad_norm,
+            loss=totals.loss,
+            grad_norm=totals.grad_norm,
             lr=self._lr,
-            num_samples=self._num_samples,
+            num_samples=totals.num_samples,
             wall_s=dict(self.clock.wall_s),
             cpu_s=dict(self.clock.cpu_s),
-            tokens=_token_record(counts),
-            action_valid=counts.action_valid if counts else None,
-            action_total=counts.action_total if counts else None,
+            tokens=totals.token_record(),
+            action_valid=totals.counts.action_valid if totals.counts else None,
+            action_total=totals.counts.action_total if totals.counts else None,
         )
-
-
-def _token_record(counts: TokenCounts | None) -> TokenRecord | None:
-    if counts is None:
-        return None
-    return TokenRecord(
-        valid=counts.valid,
-        computed=counts.computed,
-        upstream=counts.upstream,
-        images_computed=counts.images_computed,
-        images_upstream=counts.images_upstream,
-    )
 
 
 def _batch_size(batch: Any) -> int:
     return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor))
-
-
-class FirstBatch:
-    """Takes the place of ``policy.forward`` for one call.
-
-    Attributes:
-        batch: the batch of that call, None before it.
-    """
-
-    def __init__(self, policy: Any) -> None:
-        self.batch: dict[str, Any] | None = None
-        self._policy = policy
-        self._replaced = policy.__dict__.get("forward")
-        self._forward = policy.forward
-        self._method = functools.partial(self._keep)  # not a bound method, which accelerate would bind to the policy
-        policy.forward = self._method
-
-    def _keep(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self.batch is None:
-            self.batch = dict(batch)
-        self.release()
-        return self._forward(batch, *args, **kwargs)
-
-    def release(self) -> None:
-        """Put the policy's own method back, unless another stands before it; a second call does nothing."""
-        if self._policy.__dict__.get("forward") is not self._method:
-            return
-        if self._replaced is None:
-            del self._policy.forward
-        else:
-            self._policy.forward = self._replaced
-
-
-def peak_memory(device: torch.device) -> dict[str, Any]:
-    """``peak_memory_bytes`` and ``peak_memory_source`` for a run manifest.
-
-    On a GPU the allocator's peak, else the peak resident set. The latter is read from the address space
-    (``VmHWM``), because ``getrusage`` hands a child the peak of the process that started it.
-    """
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        return {"peak_memory_bytes": peak, "peak_memory_source": "CUDA allocator"}
-    return {"peak_memory_bytes": peak_resident_bytes(), "peak_memory_source": "resident set of the process"}
-
-
-def peak_resident_bytes() -> int:
-    """The highest resident set of this process since it was started."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

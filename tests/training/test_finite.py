@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step that is not finite never reaches the optimizer, and the error says which samples it held."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from embodix.patching import replace_attribute
+from embodix.report.steps import read_steps
+from embodix.testing.host_runs import train_here
+from embodix.training.finite import NonFiniteError, StepSamples, require_finite_state
+from embodix.training.loader import LoaderState
+from embodix.training.stopped import RunStoppedError
+
+Overrides = Callable[..., list[str]]
+VARIANTS = (
+    ["+plugin=none"],
+    ["+plugin=embodix"],
+    ["+plugin=embodix", "packing=token_budget"],
+    ["policy.optimizer_grad_clip_norm=0"],
+)
+
+
+@pytest.fixture
+def loss_of_third_step() -> Iterator[None]:
+    """Upstream's loop differentiates a NaN at its third step."""
+    from embodix.training.accelerator import ObservedAccelerator
+
+    backward, calls = ObservedAccelerator.backward, [0]
+
+    def break_third(self: Any, loss: torch.Tensor, **kwargs: Any) -> None:
+        calls[0] += 1
+        backward(self, loss * float("nan") if calls[0] == 3 else loss, **kwargs)
+
+    undo = replace_attribute(ObservedAccelerator, "backward", break_third)
+    yield
+    undo()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["upstream", "packed", "composed", "without_clipping"])
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_optimizer(
+    blobs: Path, run_of: Overrides, tmp_path: Path, loss_of_third_step: None, variant: list[str]
+) -> None:
+    with pytest.raises(NonFiniteError, match=r"Step 3 has a loss of nan(?s:.*)episode \d frame \d+, task '.*'"):
+        train_here(run_of(blobs, *variant, "train.steps=6", "train.save_freq=1"))
+    assert [record.step for record in read_steps(tmp_path / "run" / "steps.jsonl")] == [1, 2]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["000001", "000002", "last"]
+    assert (checkpoints / "last").readlink() == Path("000002")
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:3], ids=["upstream", "packed", "composed"])
+def test_a_broken_number_in_the_data_is_named(
+    blobs: Path, run_of: Overrides, tmp_path: Path, variant: list[str]
+) -> None:
+    """The policy makes a token of a broken state, and its loss is finite."""
+    broken = shutil.copytree(blobs, tmp_path / "broken")
+    (data,) = (broken / "data").rglob("*.parquet")
+    table = pq.read_table(data)
+    column = table.column_names.index("observation.state")
+    states = table.column(column).to_pylist()
+    states[12 + 5][0] = float("nan")
+    field = table.schema.field(column)
+    pq.write_table(table.set_column(column, field, pa.array(states, type=field.type)), data)
+    with pytest.raises(NonFiniteError, match=r"\n  episode 1 frame 5, task .*, not finite: observation.state\n"):
+        train_here(run_of(broken, *variant, "train.steps=9"))
+
+
+def test_without_clipping_the_gradient_norm_is_recorded(blobs: Path, run_of: Overrides) -> None:
+    records = train_here(run_of(blobs, "train.steps=2", "policy.optimizer_grad_clip_norm=0")).records
+    assert all(0 < record.grad_norm < float("inf") for record in records)
+
+
+def test_weights_that_are_not_finite_become_no_checkpoint(blobs: Path, run_of: Overrides, tmp_path: Path) -> None:
+    """Finite gradients, and an optimizer that overflows in the step that is saved."""
+
+    def overflow(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        optimizer.param_groups[0]["params"][0].data.mul_(float("inf"))
+
+    hook = register_optimizer_step_post_hook(overflow)
+    try:
+        with pytest.raises(NonFiniteError, match=r"After step 1 1 weights \(.*\) are not finite; no checkpoint"):
+            train_here(run_of(blobs, "train.steps=1"))
+    finally:
+        hook.remove()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_what_the_optimizer_keeps_is_looked_at_too() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    require_finite_state(1, layer.named_parameters(), optimizer)
+    optimizer.state[layer.bias]["exp_avg_sq"][0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"the optimizer's state of 1 weights are not finite"):
+        require_finite_state(1, layer.named_parameters(), optimizer)
+
+
+def test_samples_are_placed_by_what_the_batch_has() -> None:
+    raw = {"episode_index": torch.tensor([3]), "frame_index": torch.tensor([7]), "action": torch.tensor([[1.0]])}
+    preprocessed = {"episode_index": torch.tensor([3]), "index": torch.tensor([47]), "task": ["push"]}
+    assert StepSamples(raw, {}).describe() == ["episode 3 frame 7"]
+    assert StepSamples(preprocessed, {3: 40}).describe() == ["episode 3 frame 7, task 'push'"]
+    assert StepSamples(preprocessed, {}).describe() == ["episode 3, index 47, task 'push'"]
+    raw["action"][0, 0] = float("inf")
+    assert StepSamples(raw, {}).describe() == ["episode 3 frame 7, not finite: action"]
+    assert not StepSamples(raw, {}).inputs_are_finite()
+
+
+@pytest.mark.parametrize("fails", ["position", "overrides"])
+def test_an_addition_that_fails_keeps_upstreams_checkpoint(
+    blobs: Path, run_of: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def half(self: LoaderState, folder: Path) -> None:
+        (folder / "embodix_loader.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    def refuse(root: Path) -> None:
+        raise TypeError("no len()")
+
+    monkeypatch.setattr(LoaderState, "save", half)
+    if fails == "overrides":
+        monkeypatch.setattr("embodix.training.run_data.RunData.save_embodiments", lambda self, folder: refuse(folder))
+    with pytest.raises(RunStoppedError, match=r"000002 is kept, with upstream's own files alone.*(No space|no len)"):
+        train_here(run_of(blobs, "train.steps=4", "train.save_freq=2"))
+    checkpoint = tmp_path / "run" / "checkpoints" / "last"
+    assert checkpoint.readlink() == Path("000002")
+    names = {path.name for path in checkpoint.rglob("*")}
+    assert {"model.safetensors", "optimizer_state.safetensors", "training_step.json"} <= names
+    assert not [name for name in names if name.startswith("embodix")]
