@@ -46,6 +46,8 @@ def register_host_patches() -> list[Registration]:
         "lerobot_column_reads": "action chunks without their images",
         "lerobot_dataset_factory": "the run decides on its data set",
         "lerobot_decoder_cache": "a bounded number of video decoders",
+        "lerobot_peft_alpha": "LoRA's adapters are scaled as asked",
+        "lerobot_peft_resume": "a resumed run goes on with its adapters",
         "lerobot_quantized_checkpoint": "upstream loads a checkpoint in low precision",
         "lerobot_worker_preprocessing": "the run decides where samples are preprocessed",
     }

@@ -15,6 +15,7 @@ from typing import Any
 
 from embodix.checkpoints.tensor_file import DIGESTS_FILE, INDEX_FILE, WEIGHTS_FILE
 from embodix.data.embodiments import EMBODIMENTS_DIR
+from embodix.policies.adapters import holds_adapters, merge_command
 from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY
 from embodix.training.checkpoint import OVERRIDES_FILE
 
@@ -88,8 +89,10 @@ def require_whole_model(source: Path) -> None:
     Raises:
         ValueError: adapters, a member of a mixture, or a quantized model; the message says what to give.
     """
-    if (source / "adapter_model.safetensors").is_file():
-        raise ValueError(f"{source} holds adapters of PEFT; merge them into the policy and quantize that.")
+    if holds_adapters(source):
+        raise ValueError(
+            f"{source} holds adapters of PEFT; merge them and quantize the result: {merge_command(source)}."
+        )
     if source.parent.name == EMBODIMENTS_DIR:
         raise ValueError(f"{source} is one embodiment of a mixture; give the whole one: {source.parent.parent}.")
 

@@ -29,6 +29,7 @@ from embodix.patching import replace_attribute
 from embodix.policies.support import support_of
 from embodix.report.steps import StepRecord
 from embodix.training.accelerator import ObservedAccelerator
+from embodix.training.adapters import settle_adapters
 from embodix.training.features import select_training_features
 from embodix.training.host_config import decode_host_config, fill_missing_preset, require_landed_groups
 from embodix.training.host_context import required_patches
@@ -209,6 +210,7 @@ def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> Trainin
     require_landed_groups(variant.cfg)
     host_cfg = decode_host_config(variant.cfg)
     fill_missing_preset(host_cfg)
+    settle_adapters(host_cfg, variant.cfg.peft)
     config: Any = OmegaConf.to_container(variant.cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])
     support_of(variant.cfg.policy.type).prepare_assets(variant.cfg, host_cfg)

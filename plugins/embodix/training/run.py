@@ -20,6 +20,7 @@ from embodix.report.evaluation import EvaluationRecord
 from embodix.report.run_page import write_run_page
 from embodix.report.steps import StepRecord
 from embodix.training.accelerator import ObservedAccelerator
+from embodix.training.adapters import settle_adapters
 from embodix.training.checkpoint import Checkpoint, find_checkpoint
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation, plan_evaluation
 from embodix.training.features import select_training_features
@@ -114,6 +115,7 @@ def _run(
     cfg: DictConfig, host_cfg: TrainPipelineConfig, overrides: list[str], checkpoint: Checkpoint | None
 ) -> RunResult:
     fill_missing_preset(host_cfg)
+    settle_adapters(host_cfg, cfg.peft)
     selection = select_training_features(cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from embodix import patching
 from embodix.contracts import BatchComposer, ChecksReference
+from embodix.policies.adapters import bare_policy
 from embodix.policies.settings import ReferenceCheck, TokenCounts
 from embodix.policies.support import support_of
 from embodix.report.manifest import collect_manifest
@@ -118,7 +119,7 @@ class TrainingSession:
         _current.set(self)
 
     def policy_built(self, policy: Any, accelerator: Accelerator) -> None:
-        self.policy = policy
+        self.policy = policy = bare_policy(policy)
         self.accelerator = accelerator
         own_table = self.output_dir / GEMM_TABLE_FILE if self._step > 1 else None
         self.features = install_features(policy, self.selection, accelerator, gemm_table=own_table)
