@@ -60,6 +60,7 @@ def register_verbs() -> list[Registration]:
         "train": "train a policy through upstream LeRobot, with or without +plugin=embodix",
         "eval": "success of checkpoints in simulation, with interval, controls and pairs",
         "quantize": "write a checkpoint in a low-precision format, and what that saves",
+        "merge": "make a plain policy of a checkpoint with adapters",
         "compare": "train variants side by side, step by step on the same samples, and report",
         "plan": "tokens, waste, FLOP bound and memory of each variant, before any training",
         "data": "record demonstrations from a simulator into a LeRobotDataset",
@@ -74,6 +75,7 @@ def register_schemas() -> list[Registration]:
         Registration("train", "embodix.config.train_schema:register", "`lerobot train`, `compare` and `plan`"),
         Registration("eval", "embodix.config.eval_schema:register", "`lerobot eval`"),
         Registration("quantize", "embodix.schema.quantize:register", "`lerobot quantize`"),
+        Registration("merge", "embodix.schema.merge:register", "`lerobot merge`"),
     ]
 
 

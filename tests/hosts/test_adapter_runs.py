@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters through upstream's training loop: the same losses with and without the plugin, resumed to the bit."""
+"""Adapters through upstream's training loop and back: trained with and without the plugin, resumed, merged, judged."""
 
 from __future__ import annotations
 
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
+from lerobot.policies.factory import make_policy, make_pre_post_processors
+from peft import PeftModel
 from safetensors.torch import load_file
 
+from embodix.checkpoints.merging import merge_adapters
+from embodix.checkpoints.model_folder import find_model
+from embodix.checkpoints.policy_loading import PolicyChoices, loaded_policy, prepared_host
 from embodix.patching import replace_attribute
 from embodix.report.steps import read_steps
 from embodix.testing.host_runs import train_here, train_upstream
+from embodix.training.host_config import decode_env
 from embodix_groot.testing import small_groot_run
 from embodix_pi05.testing import small_run
 
@@ -131,3 +141,93 @@ def test_alpha_scales_the_adapters(overrides_of: Callable[..., list[str]], tmp_p
         assert json.loads((folder / MODEL / "adapter_config.json").read_text())["lora_alpha"] == alpha
     assert losses[8][0] == losses[64][0]
     assert losses[8][1] != losses[64][1]
+
+
+@pytest.fixture(scope="module")
+def merged_of(run_of: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The merged policy of a run's adapters."""
+
+    @functools.cache
+    def merge(policy: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"merged_{policy}") / "model"
+        assert merge_adapters(find_model(run_of(policy, "embodix")), folder).num_adapters > 3
+        return folder
+
+    return merge
+
+
+@contextmanager
+def _upstreams_policy(model: Path, dataset: Path) -> Iterator[tuple[Any, Any]]:
+    """What upstream's own ``make_policy`` and processors make of a model folder; sizes and assets are there."""
+    source = find_model(model)
+    with prepared_host(source, source.compose_run(source.policy_type(), [])):
+        config = PreTrainedConfig.from_pretrained(source.model)
+        config.pretrained_path = Path(source.model)
+        preprocess, _ = make_pre_post_processors(config, pretrained_path=source.model)
+        yield make_policy(config, LeRobotDatasetMetadata("local", root=dataset)).eval(), preprocess
+
+
+def _actions(policy: Any, preprocess: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    images = {
+        f"observation.images.{name}": torch.rand(1, 3, 28, 28, generator=generator) for name in ("front", "gripper")
+    }
+    batch = {**images, "observation.state": torch.rand(1, 4, generator=generator), "task": ["reach the goal"]}
+    torch.manual_seed(0)
+    actions: torch.Tensor = policy.predict_action_chunk(preprocess(batch))
+    return actions
+
+
+@pytest.mark.parametrize("policy", list(SMALL))
+def test_the_merged_policy_acts_as_its_adapters_do(
+    policy: str, run_of: Callable[[str, str], Path], merged_of: Callable[[str], Path], demonstrations: Path
+) -> None:
+    """Both by upstream's own loading; the base without its adapters acts otherwise."""
+    run, merged = run_of(policy, "embodix"), merged_of(policy)
+    with _upstreams_policy(run, demonstrations) as (adapted, preprocess):
+        assert isinstance(adapted, PeftModel)
+        wanted = _actions(adapted, preprocess)
+        with adapted.disable_adapter():
+            base = _actions(adapted, preprocess)
+    with _upstreams_policy(merged, demonstrations) as (plain, preprocess):
+        assert not isinstance(plain, PeftModel)
+        assert not [name for name, _ in plain.named_parameters() if "lora" in name]
+        torch.testing.assert_close(_actions(plain, preprocess), wanted, rtol=0, atol=1e-5)
+    assert (base - wanted).abs().max() > 1e-4
+    assert not list(merged.glob("*adapter*"))
+
+
+def test_adapters_and_merged_policy_act_alike_where_they_are_evaluated(
+    run_of: Callable[[str, str], Path], merged_of: Callable[[str], Path]
+) -> None:
+    """The packed computation, with the features of the run."""
+    actions = {}
+    for model in (run_of("pi05", "embodix"), merged_of("pi05")):
+        environment = decode_env({"type": "embodix_metaworld", "task": "reach-v3", "image_size": 28})
+        with loaded_policy(find_model(model), environment, PolicyChoices()) as loaded:
+            assert loaded.description["features"]["replaced"] == ["forward", "predict_action_chunk"]
+            actions[model] = _actions(loaded.policy, loaded.preprocessor)
+    adapted, merged = actions.values()
+    torch.testing.assert_close(merged, adapted, rtol=0, atol=1e-5)
+
+
+def test_the_merged_policy_is_trained_on(
+    merged_of: Callable[[str], Path], demonstrations: Path, tmp_path: Path
+) -> None:
+    overrides = ("train.steps=1", f"policy.pretrained_path={merged_of('pi05')}", f"train.output_dir={tmp_path}/run")
+    assert len(train_here(small_run(demonstrations, *overrides, "+plugin=embodix")).records) == 1
+
+
+def test_a_base_that_is_gone_is_named(run_of: Callable[[str, str], Path], tmp_path: Path) -> None:
+    model = shutil.copytree(run_of("pi05", "none") / MODEL, tmp_path / "model")
+    config = json.loads((model / "adapter_config.json").read_text())
+    kept = config["base_model_name_or_path"]
+    (model / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/gone/base"}))
+    with pytest.raises(ValueError, match=rf"weights of /gone/base: there is no such folder.*lerobot merge {model} "):
+        merge_adapters(find_model(model), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    merge_adapters(find_model(model), tmp_path / "merged", base=kept)
+    with pytest.raises(ValueError, match=r"merged exists. Give another folder."):
+        merge_adapters(find_model(model), tmp_path / "merged", base=kept)
+    with pytest.raises(ValueError, match=r"takes a checkpoint with adapters \(adapter_model.safetensors\)"):
+        merge_adapters(find_model(tmp_path / "merged"), tmp_path / "again")

@@ -74,6 +74,7 @@ def loaded_policy(source: ModelFolder, env_cfg: EnvConfig, choices: PolicyChoice
     policy_type = source.policy_type()
     cfg = source.compose_run(policy_type, list(choices.features))
     source = source.member(cfg)
+    source.adapter_base()  # before upstream, which would ask the hub for it
     with ExitStack() as stack:
         patches = stack.enter_context(prepared_host(source, cfg, choices.tokenizer))
         policy_cfg = policy_config(source, choices.policy)
