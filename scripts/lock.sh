@@ -10,8 +10,8 @@ uv=$([ -x .tools/bin/uv ] && echo .tools/bin/uv || command -v uv)
 
 compile() {
   UV_CUSTOM_COMPILE_COMMAND="make lock" "$uv" pip compile pyproject.toml --quiet --universal --python-version 3.12 \
-    --extra sims --extra pusht --extra groot --extra fp8 --extra sweep --extra logging --extra dev --generate-hashes \
-    --no-emit-index-url --no-emit-find-links "$@"
+    --extra sims --extra pusht --extra groot --extra lora --extra fp8 --extra sweep --extra logging --extra dev \
+    --generate-hashes --no-emit-index-url --no-emit-find-links "$@"
 }
 
 # The entries of lock file $2, of the extra $3, that lock file $1 has not; fails where they disagree on a version.

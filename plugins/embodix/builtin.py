@@ -47,6 +47,8 @@ def register_host_patches() -> list[Registration]:
         "lerobot_dataset_metadata": "columns joined to one vector, statistics though some are missing",
         "lerobot_dataset_factory": "the run decides on its data set",
         "lerobot_decoder_cache": "a bounded number of video decoders",
+        "lerobot_peft_alpha": "LoRA's adapters are scaled as asked",
+        "lerobot_peft_resume": "a resumed run goes on with its adapters",
         "lerobot_quantized_checkpoint": "upstream loads a checkpoint in low precision",
         "lerobot_worker_preprocessing": "the run decides where samples are preprocessed",
     }
@@ -59,6 +61,7 @@ def register_verbs() -> list[Registration]:
         "train": "train a policy through upstream LeRobot, with or without +plugin=embodix",
         "eval": "success of checkpoints in simulation, with interval, controls and pairs",
         "quantize": "write a checkpoint in a low-precision format, and what that saves",
+        "merge": "make a plain policy of a checkpoint with adapters",
         "compare": "train variants side by side, step by step on the same samples, and report",
         "plan": "tokens, waste, FLOP bound and memory of each variant, before any training",
         "check": "whether the data can be trained on: statistics, values, names, metadata, episodes, images",
@@ -74,6 +77,7 @@ def register_schemas() -> list[Registration]:
         Registration("train", "embodix.config.train_schema:register", "`lerobot train`, `compare` and `plan`"),
         Registration("eval", "embodix.config.eval_schema:register", "`lerobot eval`"),
         Registration("quantize", "embodix.schema.quantize:register", "`lerobot quantize`"),
+        Registration("merge", "embodix.schema.merge:register", "`lerobot merge`"),
     ]
 
 

@@ -230,6 +230,8 @@ class PolicySupport:
         real_name: the public checkpoint and its sizes in words, which a small policy stands in for.
         real_fields: upstream's fields of the sizes that it has; None for a policy that comes in one size.
         memory_savers: fields of upstream's config that save memory.
+        peft_targets: pattern of the modules that adapters are put on where none is asked for; None leaves that to
+            upstream, whose policy may have a pattern of its own or demand one.
         valued_keys: of a batch, tensors whose values upstream's own forward pass asks for: token ids, not masks.
     """
 
@@ -249,6 +251,7 @@ class PolicySupport:
     real_name: ClassVar[str] = ""
     real_fields: ClassVar[Mapping[str, Any] | None] = None
     memory_savers: ClassVar[Sequence[MemorySaver]] = ()
+    peft_targets: ClassVar[str | None] = None
     valued_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, policy_type: str | None = None) -> None:

@@ -57,6 +57,7 @@ class GrootN15(PolicySupport):
         MemorySaver("tune_diffusion_model", False, "the diffusion transformer is not trained", exact=False),
     )
     valued_keys = ("eagle_input_ids",)
+    peft_targets = r"_groot_model\.action_head\..*\.attn1\.to_[qkv]"  # what Isaac-GR00T adapts by default
 
     def patches(self, cfg: DictConfig) -> dict[str, dict[str, Any]]:
         return {"lerobot_groot_samples": {"language": cfg.language.name}}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from embodix.cli.quantize import named_arguments
+from embodix.cli.positions import named_arguments
 from embodix.config.compose import compose
 
 Command = Callable[..., tuple[int, str]]
@@ -29,8 +29,7 @@ def model(tmp_path: Path) -> Path:
     ("words", "wanted"),
     [
         (["a", "b"], ["checkpoint='a'", "output='b'"]),
-        (["a", "b", "--gate"], ["checkpoint='a'", "output='b'", "gate.enabled=true"]),
-        (["--gate", "a", "x=y", "b"], ["checkpoint='a'", "output='b'", "gate.enabled=true", "x=y"]),
+        (["a", "x=y", "b"], ["checkpoint='a'", "output='b'", "x=y"]),
         (["a"], ["checkpoint='a'"]),
         (["checkpoint=a", "output=b"], ["checkpoint=a", "output=b"]),
         (["policy=pi05", "sizes=only"], ["policy=pi05", "sizes=only"]),
@@ -40,13 +39,13 @@ def model(tmp_path: Path) -> Path:
     ],
 )  # fmt: skip
 def test_words_without_a_name_are_checkpoint_and_output(words: list[str], wanted: list[str]) -> None:
-    assert named_arguments(words) == wanted
+    assert named_arguments("quantize", words) == wanted
 
 
 def test_a_folder_whose_name_looks_like_an_override_is_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "lr=0.1, seed=[1]"
     folder.mkdir()
-    (argument,) = named_arguments([str(folder)])
+    (argument,) = named_arguments("quantize", [str(folder)])
     assert compose("quantize", [argument]).checkpoint == str(folder)
 
 
@@ -105,7 +104,8 @@ def test_a_folder_that_exists_is_kept(run_verb: Command, model: Path, tmp_path: 
 def test_adapters_and_members_of_a_mixture_are_refused(run_verb: Command, model: Path, tmp_path: Path) -> None:
     (model / "adapter_model.safetensors").touch()
     out = (str(tmp_path / "out"), f"hydra.run.dir={tmp_path / 'run'}")
-    assert "holds adapters of PEFT" in run_verb("quantize", str(model), *out)[1]
+    refusal = run_verb("quantize", str(model), *out)[1]
+    assert f"holds adapters of PEFT. Merge them and give the result: lerobot merge {model} FOLDER." in refusal
     member = model / "embodiments" / "arm"
     member.mkdir(parents=True)
     (member / "config.json").write_text('{"type": "pi05"}')

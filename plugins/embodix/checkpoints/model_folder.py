@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draccus.utils import DecodingError
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TRAIN_CONFIG_NAME
@@ -22,6 +23,7 @@ from embodix.config.compose import compose_train, merge_overrides
 from embodix.contracts import CheckpointQuantizer, StoredWeight
 from embodix.data.embodiments import EMBODIMENTS_DIR, embodiment_folder
 from embodix.data.mixture_spec import decode_mixture, is_mixture
+from embodix.policies.adapters import ADAPTER_CONFIG_FILE, holds_adapters, merge_command
 from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY, quantizer_of
 from embodix.policies.support import support_of
 from embodix.training.checkpoint import ARCHITECTURE_FILE, OVERRIDES_FILE
@@ -84,6 +86,52 @@ class ModelFolder:
             )
         with quantizer.open(Path(self.model)) as weights:
             return weights.stored()
+
+    def adapter_base(self) -> str | None:
+        """The model that the adapters of this one stand beside; None where it is a whole policy.
+
+        Raises:
+            ValueError: adapters that name no base, or one that is not there.
+        """
+        if not holds_adapters(Path(self.model)):
+            return None
+        base = json.loads((Path(self.model) / ADAPTER_CONFIG_FILE).read_text())["base_model_name_or_path"]
+        if not base or not (Path(base).is_dir() or HUB_NAME.fullmatch(base)):
+            raise ValueError(
+                f"{self.model} holds adapters, which stand beside the weights of {base or 'no model that they name'}: "
+                "there is no such folder. Put it back, or merge them beside a copy of it: "
+                f"{merge_command(self.model)} base=COPY."
+            )
+        return str(base)
+
+    def require_policy(self, verb: str) -> None:
+        """Refuse adapters where the weights of a whole policy are needed.
+
+        Raises:
+            ValueError: the folder holds adapters; the message has the command that merges them.
+        """
+        if holds_adapters(Path(self.model)):
+            raise ValueError(
+                f"lerobot {verb} needs a whole policy, and {self.model} holds adapters of PEFT. Merge them and give "
+                f"the result: {merge_command(self.model)}."
+            )
+
+    def require_whole_mixture(self) -> None:
+        """Refuse one embodiment of a mixture where the folder of all of them is needed.
+
+        Raises:
+            ValueError: it is one; the message names the folder to give.
+        """
+        folder = Path(self.model)
+        if folder.parent.name == EMBODIMENTS_DIR:
+            raise ValueError(f"{folder} is one embodiment of a mixture; give the whole one: {folder.parent.parent}.")
+
+    def local(self) -> ModelFolder:
+        """The same model in a folder on this machine."""
+        if Path(self.model).is_dir():
+            return self
+        folder = Path(snapshot_download(self.model))
+        return ModelFolder(str(folder), folder)
 
     def policy_type(self) -> str:
         """The policy's type, as its config says.

@@ -21,6 +21,7 @@ from embodix.checkpoints.model_folder import ModelFolder
 from embodix.config.train_schema import NamedChoice
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patched
+from embodix.policies.adapters import bare_policy
 from embodix.policies.support import support_of
 from embodix.training.features import UNCHANGED, install_features, select_features
 from embodix.training.host_context import QUANTIZED_PATCH, policy_patches
@@ -73,12 +74,13 @@ def loaded_policy(source: ModelFolder, env_cfg: EnvConfig, choices: PolicyChoice
     policy_type = source.policy_type()
     cfg = source.compose_run(policy_type, list(choices.features))
     source = source.member(cfg)
+    source.adapter_base()  # before upstream, which would ask the hub for it
     with ExitStack() as stack:
         patches = stack.enter_context(prepared_host(source, cfg, choices.tokenizer))
         policy_cfg = policy_config(source, choices.policy)
         pre, post = _processors(policy_cfg, source, choices.rename_map)
         notes = require_fitting_features(policy_cfg, env_cfg, _rename_map(pre))
-        policy = make_policy(cfg=policy_cfg, env_cfg=env_cfg, rename_map=_rename_map(pre)).eval()
+        policy = bare_policy(make_policy(cfg=policy_cfg, env_cfg=env_cfg, rename_map=_rename_map(pre))).eval()
         features = stack.enter_context(_features(policy, cfg, source))
         fallback = features.get("quantization", {}).get("fallback")
         notes += [] if fallback is None else [f"{fallback}."]

@@ -9,13 +9,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from embodix.cli.hydra_app import run_hydra_app
+from embodix.cli.positions import named_arguments
 
-POSITIONS = ("checkpoint", "output")
-# Hydra's own options that are followed by a word of theirs.
-TAKE_A_WORD = (
-    *("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name"),
-    *("-cd", "--config-dir", "--experimental-rerun", "-sc", "--shell-completion"),
-)
+GATE = {"--gate": "gate.enabled=true"}
 
 
 def quantize_task(cfg: DictConfig) -> float:
@@ -41,42 +37,8 @@ def quantize_task(cfg: DictConfig) -> float:
 def run(argv: list[str]) -> int:
     """Two words without a name are the checkpoint and the folder to write; ``--gate`` is ``gate.enabled=true``."""
     try:
-        arguments = named_arguments(argv)
+        arguments = named_arguments("quantize", [GATE.get(word, word) for word in argv])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return run_hydra_app("quantize", quantize_task, arguments)
-
-
-def named_arguments(argv: list[str]) -> list[str]:
-    """The command line as Hydra takes it.
-
-    In a multirun, every job writes a folder of its number below the one that is named.
-
-    Raises:
-        ValueError: more than two words without a name.
-    """
-    options: list[str] = []
-    overrides: list[str] = []
-    words: list[str] = []
-    for before, word in zip(["", *argv], argv, strict=False):
-        if word == "--gate":
-            overrides.append("gate.enabled=true")
-        elif word.startswith("-") or before in TAKE_A_WORD:
-            options.append(word)
-        elif "=" in word and not Path(word).exists():
-            overrides.append(word)
-        else:
-            words.append(word)
-    if len(words) > len(POSITIONS):
-        raise ValueError(f"lerobot quantize takes {' and '.join(POSITIONS)}; got {', '.join(words)}.")
-    if len(words) == len(POSITIONS) and {"-m", "--multirun"} & set(argv):
-        words[1] += "/${hydra:job.num}"
-    named = [f"{name}={_quoted(word)}" for name, word in zip(POSITIONS, words, strict=False)]
-    return [*options, *named, *overrides]  # Hydra takes no option between overrides
-
-
-def _quoted(word: str) -> str:
-    """A value in Hydra's grammar, whatever characters it has."""
-    escaped = word.replace("'", "\\'")
-    return f"'{escaped}'"

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
-from embodix.checkpoints.model_folder import ModelFolder, find_model
+from embodix.checkpoints.finished_folder import finished_folder
+from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
 from embodix.checkpoints.quantized_weights import WEIGHT
 from embodix.checkpoints.skeleton import policy_skeleton, unfed_config
@@ -32,9 +32,7 @@ from embodix.quantization.conversion import PlannedConversion, plan_conversion, 
 from embodix.quantization.quantized_folder import (
     RECORD_FILE,
     copy_model_files,
-    finished_folder,
     require_place,
-    require_whole_model,
 )
 from embodix.quantization.selection import ModuleChoice
 from embodix.report.manifest import collect_provenance, write_text_atomically
@@ -189,11 +187,12 @@ class _Quantization:
 
     def __init__(self, cfg: DictConfig, choices: QuantizeChoices, output_dir: Path) -> None:
         self._cfg, self._choices, self._output_dir = cfg, choices, output_dir
-        self._source = _local(find_model(cfg.checkpoint))
+        self._source = find_model(cfg.checkpoint).local()
         self._folder, self._output = Path(self._source.model), Path(cfg.output)
         if self._source.quantizer() is not None:
             raise ValueError(f"checkpoint={cfg.checkpoint} is quantized already; give the one that it was made from.")
-        require_whole_model(self._folder)
+        self._source.require_policy("quantize")
+        self._source.require_whole_mixture()
         known = "lerobot quantize knows the language models of"
         remedy = f"checkpoint={cfg.checkpoint} can't be quantized."
         require_offered(self._source.policy_type(), "module_kinds", known, remedy)
@@ -329,14 +328,6 @@ def _add_sqnr(record: dict[str, Any], sqnr_db: Mapping[str, float]) -> None:
     for module in record["quantization"]["converted"]:
         ratio = sqnr_db[module["path"]]
         module["sqnr_db"] = EXACT if math.isinf(ratio) else round(ratio, 2)
-
-
-def _local(source: ModelFolder) -> ModelFolder:
-    """The same model in a folder on this machine."""
-    if Path(source.model).is_dir():
-        return source
-    folder = Path(snapshot_download(source.model))
-    return ModelFolder(str(folder), folder)
 
 
 def _write_results(record: dict[str, Any], output_dir: Path) -> None:

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model folder that ``lerobot quantize`` writes: all of the source's files, with its weights quantized.
-
-It is written beside its place and renamed, so that an interrupted or failed command leaves nothing half-made.
-"""
+"""The model folder that ``lerobot quantize`` writes: all of the source's files, with its weights quantized."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +36,6 @@ def require_place(source: Path, output: Path, *, overwrite: bool) -> None:
         )
 
 
-@contextmanager
-def finished_folder(output: Path) -> Iterator[Path]:
-    """A folder to write into, which is renamed to ``output`` when the block ends without error, and removed else."""
-    unfinished, replaced = (output.with_name(f".{output.name}.{state}") for state in ("unfinished", "replaced"))
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a command that was killed
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
-    if output.exists():
-        output.rename(replaced)
-    unfinished.rename(output)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
 def copy_model_files(source: Path, folder: Path, quantization_config: Mapping[str, Any], overrides: list[str]) -> None:
     """Everything of a model folder but its weights: configs, processors, and the members of a mixture.
 
@@ -80,18 +58,6 @@ def copy_model_files(source: Path, folder: Path, quantization_config: Mapping[st
         fields = {**json.loads(config.read_text()), CONFIG_KEY: dict(quantization_config)}
         config.write_text(json.dumps(fields, indent=4) + "\n")
     (folder / OVERRIDES_FILE).write_text(json.dumps(overrides, indent=2) + "\n")
-
-
-def require_whole_model(source: Path) -> None:
-    """Refuse folders whose weights are not all of a policy, or are quantized already.
-
-    Raises:
-        ValueError: adapters, a member of a mixture, or a quantized model; the message says what to give.
-    """
-    if (source / "adapter_model.safetensors").is_file():
-        raise ValueError(f"{source} holds adapters of PEFT; merge them into the policy and quantize that.")
-    if source.parent.name == EMBODIMENTS_DIR:
-        raise ValueError(f"{source} is one embodiment of a mixture; give the whole one: {source.parent.parent}.")
 
 
 def _weight_files(source: Path) -> Sequence[str]:

@@ -27,6 +27,7 @@ from embodix.contracts import (
     TrainingPrecision,
 )
 from embodix.data.mixture_spec import is_mixture
+from embodix.policies.adapters import bare_policy
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
 from embodix.training.step_forward import StepCount, over_ranks
@@ -176,7 +177,7 @@ def install_features(
     keep_originals: bool = True,
     gemm_table: Path | None = None,
 ) -> InstalledFeatures:
-    """Make ``policy`` compute as selected; call before the accelerator wraps it.
+    """Make ``policy`` compute as selected, below a model of PEFT around it; call before the accelerator wraps it.
 
     Args:
         stored_weights: module path -> weight of a quantized checkpoint, which the quantizer takes as it is.
@@ -187,6 +188,7 @@ def install_features(
         embodix.plugins.PluginError: no wrapper for this policy type.
         ValueError: the attention backend, the quantizer or the precision cannot run here.
     """
+    policy = bare_policy(policy)
     installed = _install_wrapper(policy, selection, accelerator)
     policy_type = policy.config.type
     try:

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from embodix import plugins
 from embodix.config.compose import options_of
 from embodix.data.mixture_spec import host_dataset_fields
+from embodix.training.adapters import upstream_peft
 
 NAMED_GROUPS = (
     *("packing", "attention", "vision_tokens", "action_pad", "language", "reads", "preprocessing", "sampling"),
@@ -97,6 +98,7 @@ def host_fields(cfg: DictConfig) -> dict[str, Any]:
     for name in ("dataset", "env", "policy", "optimizer", "scheduler", "peft", "eval", "rename_map"):
         fields[name] = plain[name]
     fields["dataset"] = host_dataset_fields(plain["dataset"])
+    fields["peft"] = upstream_peft(plain["peft"])
     if fields["env"] is not None:
         fields["env"] = _with_joined_tasks(fields["env"])
     fields["use_policy_training_preset"] = plain["optimizer"] is None and plain["scheduler"] is None

@@ -17,6 +17,7 @@ from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patch_module, patched
 from embodix.policies.quantizers import quantizer_of
 from embodix.policies.support import sizes_patch, support_of, with_guards
+from embodix.training.adapters import adapter_patches
 from embodix.training.checkpoint import checkpoint_finished, write_session_state
 from embodix.training.session import current_session
 
@@ -35,7 +36,7 @@ def host_context(cfg: DictConfig, resume_config: Path | None = None) -> Iterator
         FileNotFoundError: the tokenizer folder is missing.
     """
     with ExitStack() as stack:
-        stack.enter_context(patched(required_patches(cfg)))
+        stack.enter_context(patched(required_patches(cfg, resume_config)))
         support = support_of(cfg.policy.type)
         if cfg.tokenizer.directory is not None and support.uses_tokenizer_directory():
             stack.enter_context(offline_tokenizer(Path(cfg.tokenizer.directory), support.tokenizer_hub_id))
@@ -44,8 +45,12 @@ def host_context(cfg: DictConfig, resume_config: Path | None = None) -> Iterator
         yield
 
 
-def required_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """The chosen patches with their options, and those that the policy's sizes, language and weights ask for."""
+def required_patches(cfg: DictConfig, resume_config: Path | None = None) -> dict[str, dict[str, Any]]:
+    """The chosen patches with their options, and those that the policy's sizes, language, weights and adapters need.
+
+    Args:
+        resume_config: ``train_config.json`` of the checkpoint that is resumed.
+    """
     patches = _chosen_patches(cfg)
     if "lerobot_atomic_checkpoint" in patches:
         patches["lerobot_atomic_checkpoint"]["on_saved"] = write_session_state
@@ -56,7 +61,7 @@ def required_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     started_from = cfg.policy.get("pretrained_path")
     if started_from is not None and quantizer_of(Path(started_from)) is not None:
         patches[QUANTIZED_PATCH] = {"policy_type": cfg.policy.type}
-    return patches | _policy_options(cfg)
+    return patches | adapter_patches(cfg.peft, resume_config) | _policy_options(cfg)
 
 
 def joins_of(node: DictConfig) -> dict[str, dict[str, list[str]]]:

@@ -30,6 +30,7 @@ from embodix.patching import replace_attribute
 from embodix.policies.support import support_of
 from embodix.report.steps import StepRecord
 from embodix.training.accelerator import ObservedAccelerator
+from embodix.training.adapters import settle_adapters
 from embodix.training.config_checks import say_what_differs, sound_host_config
 from embodix.training.features import select_training_features
 from embodix.training.host_config import decode_host_config, fill_missing_preset
@@ -212,6 +213,7 @@ def train_side_by_side(variants: list[Variant]) -> list[TrainingSession]:
 def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> TrainingSession:
     host_cfg = decode_host_config(variant.cfg)
     fill_missing_preset(host_cfg)
+    settle_adapters(host_cfg, variant.cfg.peft)
     config: Any = OmegaConf.to_container(variant.cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])
     require_sound_data(host_cfg, config)

@@ -22,6 +22,7 @@ from embodix.report.evaluation import EvaluationRecord
 from embodix.report.run_page import write_run_page
 from embodix.report.steps import StepRecord
 from embodix.training.accelerator import ObservedAccelerator
+from embodix.training.adapters import settle_adapters
 from embodix.training.checkpoint import Checkpoint, find_checkpoint
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation, plan_evaluation
 from embodix.training.config_checks import require_sound_config, say_what_differs, sound_host_config
@@ -128,6 +129,7 @@ def _run(
     resumed_config: Path | None = None,
 ) -> RunResult:
     fill_missing_preset(host_cfg)
+    settle_adapters(host_cfg, cfg.peft)
     selection = select_training_features(cfg)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from embodix import patching
 from embodix.contracts import BatchComposer, ChecksReference
 from embodix.data.streams import require_whole_epoch
+from embodix.policies.adapters import bare_policy
 from embodix.policies.settings import ReferenceCheck, TokenCounts
 from embodix.policies.support import support_of
 from embodix.report.manifest import collect_manifest
@@ -134,7 +135,7 @@ class TrainingSession:
         self.continuity.dataset_built(self.data.dataset)
 
     def policy_built(self, policy: Any, accelerator: Accelerator) -> None:
-        self.policy = policy
+        self.policy = policy = bare_policy(policy)
         self.accelerator = accelerator
         own_table = self.output_dir / GEMM_TABLE_FILE if self._step > 1 else None
         self.features = install_features(policy, self.selection, accelerator, gemm_table=own_table)

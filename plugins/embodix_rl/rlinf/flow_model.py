@@ -109,6 +109,7 @@ def build_flow_model(cfg: Any) -> FlowModel:
 
     node: Any = OmegaConf.to_container(cfg, resolve=True)
     source = find_model(node["checkpoint"])
+    source.require_policy("rl")
     run = source.compose_run(source.policy_type(), [])
     source = source.member(run)
     _until_the_process_ends.enter_context(prepared_host(source, run, node["tokenizer"]))
