@@ -11,16 +11,18 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.utils.constants import HF_LEROBOT_HOME, OBS_IMAGES
 from torch.utils.data import DataLoader
 
+from embodix.contracts import ShortenedTask
 from embodix.data.column_reads import read_columns
 from embodix.data.embodiments import MemberPostprocessor, ProcessorCall, ProcessorPair, member_config, save_embodiments
 from embodix.data.mixture_dataset import MixtureDataset, build_mixture, camera_table, describe_cameras
@@ -89,6 +91,7 @@ class RunData:
         announces: print a mixture's table when the run starts.
         collate: the loader's collate function, once the processors are built; None for upstream's.
         sampler: the loader's sampler, once it is adapted; None for upstream's.
+        shortened: tasks whose text the policy's prompts can't hold, once they are counted.
     """
 
     def __init__(self, choices: DataChoices) -> None:
@@ -97,6 +100,7 @@ class RunData:
         self.announces = True
         self.collate: PreprocessingCollate | None = None
         self.sampler: OrderSampler | None = None
+        self.shortened: list[ShortenedTask] = []
         self._call: ProcessorCall | None = None
         self._host_preprocessors: Callable[[], list[Any]] = list
         self._saved: list[ProcessorPair] = []
@@ -187,6 +191,19 @@ class RunData:
             return WindowShuffledOrder(files_of_samples(dataset), self.choices.window, seed)
         return ShuffledOrder(len(dataset), seed)
 
+    def count_shortened(self, policy_type: str) -> None:
+        """Find the tasks whose text the policy's prompts can't hold, and say so; a streamed data set is not looked at.
+
+        Raises:
+            ValueError: prompts that can't hold the state either.
+        """
+        support = support_of(policy_type)
+        if not support.offers("shortened_tasks") or not isinstance(self.dataset, MixtureDataset | LeRobotDataset):
+            return
+        self.shortened = [task for part in self.sized_datasets() for task in support.shortened_tasks(part)]
+        for task in self.shortened:
+            logging.warning(task.sentence)
+
     def save_embodiments(self, model_dir: Path) -> None:
         """Add each member's processors and config to a checkpoint's ``pretrained_model`` folder."""
         if self._call is not None:
@@ -214,6 +231,8 @@ class RunData:
             "preprocessing": "workers" if self.choices.preprocesses_in_loader else "main",
             "sampling": self.choices.sampling,
         }
+        if self.shortened:
+            described["shortened_tasks"] = [asdict(task) for task in self.shortened]
         if isinstance(self.dataset, MixtureDataset):
             quotas = self._quotas()
             members = zip(self.dataset.members, quotas, strict=True)

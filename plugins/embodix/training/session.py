@@ -149,6 +149,7 @@ class TrainingSession:
         loader = self.data.adapt_loader(loader, self.host_cfg.seed or 0)
         if self.accelerator.is_main_process:
             self.data.announce(baseline=self.selection.packing.name == "none")
+            self.data.count_shortened(self.policy.config.type)
         return loader
 
     def prepared(self, policy: Any, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any]:
