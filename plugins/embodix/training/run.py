@@ -31,6 +31,7 @@ from embodix.training.host_config import (
 )
 from embodix.training.host_context import host_context
 from embodix.training.run_data import require_trainable_dataset
+from embodix.training.schedule import RunSchedule, fresh_schedule, resumed_schedule
 from embodix.training.session import TrainingSession
 
 if TYPE_CHECKING:
@@ -68,9 +69,10 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
     """
     if cfg.resume is None:
         require_landed_groups(cfg)
-        return _run(cfg, decode_host_config(cfg), overrides, None)
+        host_cfg = decode_host_config(cfg)
+        return _run(cfg, host_cfg, overrides, None, fresh_schedule(cfg.schedule, host_cfg))
     checkpoint = find_checkpoint(cfg.resume)
-    recorded = checkpoint.overrides() or []
+    recorded = [override for override in checkpoint.overrides() or [] if not _is_of_one_start(override)]
     added = [override for override in overrides if not override.startswith("resume=")]
     _require_resumable(checkpoint, recorded, added)
     merged = merge_overrides(recorded, added)
@@ -78,7 +80,11 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
     require_landed_groups(cfg)
     host_cfg = host_config_of_checkpoint(checkpoint.config_path, added)
     host_cfg.output_dir = checkpoint.folder.parent.parent
-    return _run(cfg, host_cfg, merged, checkpoint)
+    return _run(cfg, host_cfg, merged, checkpoint, resumed_schedule(cfg.schedule, host_cfg, checkpoint.folder))
+
+
+def _is_of_one_start(override: str) -> bool:
+    return override.lstrip("+").startswith("schedule.on_resume=")
 
 
 def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[str]) -> None:
@@ -111,7 +117,11 @@ def _is_fixed_on_resume(override: str) -> bool:
 
 
 def _run(
-    cfg: DictConfig, host_cfg: TrainPipelineConfig, overrides: list[str], checkpoint: Checkpoint | None
+    cfg: DictConfig,
+    host_cfg: TrainPipelineConfig,
+    overrides: list[str],
+    checkpoint: Checkpoint | None,
+    schedule: RunSchedule,
 ) -> RunResult:
     fill_missing_preset(host_cfg)
     selection = select_training_features(cfg)
@@ -135,6 +145,7 @@ def _run(
             first_step=checkpoint.step + 1 if checkpoint else 1,
             on_step=writer.step,
             evaluation=evaluation,
+            schedule=schedule,
         )
         with host_context(cfg, checkpoint.config_path if checkpoint else None):
             _train(session, evaluation)

@@ -34,6 +34,7 @@ from embodix.training.features import FeatureSelection, InstalledFeatures, insta
 from embodix.training.flops import flop_counter
 from embodix.training.loader import LoaderState, ResumableLoader, StreamState
 from embodix.training.run_data import RunData, read_choices
+from embodix.training.schedule import RunSchedule
 
 STEPS_FILE, MANIFEST_FILE, GEMM_TABLE_FILE = "steps.jsonl", "manifest.json", "gemm_gate.json"
 _current: contextvars.ContextVar[TrainingSession] = contextvars.ContextVar("embodix_training_session")
@@ -61,6 +62,7 @@ class TrainingSession:
         check_reference: after the first step, compare with the reference where upstream's own batch is not it.
         on_step: called with each finished step's record.
         evaluation: evaluates the checkpoints while training goes on; None for nothing.
+        schedule: length of the learning-rate schedule; None for upstream's.
 
     Attributes:
         between_steps: called before each batch is fetched, when no step is open; None for nothing.
@@ -81,6 +83,7 @@ class TrainingSession:
         check_reference: bool = False,
         on_step: Callable[[StepRecord], None] | None = None,
         evaluation: CheckpointEvaluation | None = None,
+        schedule: RunSchedule | None = None,
     ) -> None:
         self.name = name
         self.host_cfg = host_cfg
@@ -103,6 +106,7 @@ class TrainingSession:
         self._reference_check: ReferenceCheck | None = None
         self._on_step = on_step
         self._evaluation = evaluation
+        self.schedule = schedule or RunSchedule(host_cfg.steps)
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
         self._num_samples = 0
@@ -155,6 +159,7 @@ class TrainingSession:
     def prepared(self, policy: Any, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any]:
         """The loader and the scheduler that upstream's loop uses, from those that accelerate prepared."""
         self.optimizer = optimizer
+        self.schedule.adjust(scheduler, self.host_cfg)
         if self.composition is not None:
             self.composition.wrap_forward(policy, self.clock.end)
             scheduler = self.composition.wrap_schedule(scheduler)
@@ -167,7 +172,14 @@ class TrainingSession:
             )
         if self.accelerator.is_main_process:
             self.write_manifest()
+            remark = self._schedule_remark()
+            if remark is not None:
+                logging.warning(remark)
         return loader, scheduler
+
+    def _schedule_remark(self) -> str | None:
+        pace = 1.0 if self.composition is None else self.composition.advances_a_step()
+        return self.schedule.remark(self.host_cfg, pace, self._step - 1 - len(self.records))
 
     @property
     def position(self) -> LoaderState | StreamState | None:
@@ -264,7 +276,8 @@ class TrainingSession:
 
     def _settings(self) -> dict[str, Any]:
         assert self.features is not None
-        settings: dict[str, Any] = {**self.features.describe(), "data": self.data.describe()}
+        schedule = {**asdict(self.schedule), "remark": self._schedule_remark()}
+        settings: dict[str, Any] = {**self.features.describe(), "data": self.data.describe(), "schedule": schedule}
         own_autocast = support_of(self.policy.config.type).own_autocast(self.policy.config)
         if own_autocast is not None:
             settings["own_autocast"] = own_autocast
