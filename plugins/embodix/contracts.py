@@ -190,6 +190,34 @@ class SampleLayout:
 
 
 @dataclass(frozen=True)
+class ShortenedTask:
+    """A task whose text is shortened because its prompts are longer than the policy takes.
+
+    Attributes:
+        num_prompts: shortened ones.
+        num_looked_at: prompts of all tasks that were looked at.
+        excess: tokens that the longest of them was too long by.
+        longest: tokens that the policy takes.
+    """
+
+    task: str
+    num_prompts: int
+    num_looked_at: int
+    excess: int
+    longest: int
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        share = 100 * self.num_prompts / self.num_looked_at
+        return (
+            f"The text of the task {self.task!r} is shortened: its prompts are up to {self.excess} tokens longer than "
+            f"the {self.longest} that the policy takes, {self.num_prompts} of {self.num_looked_at} prompts "
+            f"({share:.1f} %)."
+        )
+
+
+@dataclass(frozen=True)
 class MemorySaver:
     """A field of the policy's config with which training needs less memory.
 
@@ -377,6 +405,18 @@ class PolicySupport:
             state_stats: statistics of the state by name, one value a dimension.
         """
         return {task: 1.0}
+
+    def shortened_tasks(self, part: SizedDataset) -> Sequence[ShortenedTask]:
+        """The tasks of a data set whose text has to be shortened, counted before anything is trained; none by default.
+
+        Raises:
+            ValueError: prompts that are too long without any text of a task.
+        """
+        return ()
+
+    def shortened_so_far(self, preprocessor: Any) -> Sequence[ShortenedTask]:
+        """Those whose text one of upstream's preprocessors has shortened in this process."""
+        return ()
 
     def tokenizer_file(self, config: Mapping[str, Any]) -> Path | None:
         """``tokenizer.json`` of a composed config on this machine, where ``tokenizer_hub_id`` does not tell."""

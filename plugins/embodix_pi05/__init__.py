@@ -16,6 +16,7 @@ def register_host_patches() -> list[Registration]:
     patches = "embodix_pi05.patches"
     return [
         Registration("lerobot_pi05_sizes", f"{patches}.lerobot_pi05_sizes:PATCH", "π0.5 in any size"),
+        Registration("lerobot_pi05_prompts", f"{patches}.lerobot_pi05_prompts:PATCH", "prompts keep their state"),
         Registration("lerobot_pi05_strict_load", f"{patches}.lerobot_pi05_strict_load:PATCH", "a failed load fails"),
     ]
 

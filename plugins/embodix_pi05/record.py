@@ -6,12 +6,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from embodix.contracts import LanguageModel, MemorySaver, ModuleKind, PolicySupport, SampleLayout, SampleShape
+from embodix.contracts import (
+    LanguageModel,
+    MemorySaver,
+    ModuleKind,
+    PolicySupport,
+    SampleLayout,
+    SampleShape,
+    ShortenedTask,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from embodix.data.preprocessing import Merger
+    from embodix.data.sample_sizes import SizedDataset
     from embodix.policies.settings import FastPathSettings
     from embodix_pi05.flow import Pi05Flow
     from embodix_pi05.wrapper import Pi05Wrapper
@@ -29,7 +38,7 @@ class Pi05(PolicySupport):
     config_group = "pi05"
     supported: ClassVar[Mapping[str, str]] = {"lerobot": ">=0.5.1,<0.5.2"}
     sizes_patch = "lerobot_pi05_sizes"
-    guards = ("lerobot_pi05_strict_load",)
+    guards = ("lerobot_pi05_strict_load", "lerobot_pi05_prompts")
     # Full paths, because names mislead: every one of them holds "expert" (``paligemma_with_expert``).
     module_kinds: ClassVar[Mapping[ModuleKind, str]] = {
         "language_linear": rf"{_WITH_EXPERT}paligemma\.model\.language_model\.{DECODER_LINEAR}",
@@ -112,6 +121,17 @@ class Pi05(PolicySupport):
         from embodix_pi05.counting import prompt_texts
 
         return prompt_texts(policy, task, state_stats)
+
+    def shortened_tasks(self, part: SizedDataset) -> Sequence[ShortenedTask]:
+        from embodix.patching import is_applied
+        from embodix_pi05.prompts import shortened_tasks
+
+        return shortened_tasks(part) if is_applied("lerobot_pi05_prompts") else ()
+
+    def shortened_so_far(self, preprocessor: Any) -> Sequence[ShortenedTask]:
+        from embodix_pi05.prompts import shortened_so_far
+
+        return shortened_so_far(preprocessor)
 
     def policy_names(self, policy: Any, file_values: Mapping[str, Any]) -> Mapping[str, Any]:
         fixed = policy._fix_pytorch_state_dict_keys(file_values, policy.config)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from embodix.data.sample_sizes import SizedDataset
@@ -25,6 +24,7 @@ from embodix.policies.installation import (
 from embodix.policies.settings import FastPathSettings
 from embodix_pi05.fast_path import Pi05FastPath
 from embodix_pi05.prefix import patches_per_image
+from embodix_pi05.prompts import PROMPTS_AT_A_TIME, PromptParts
 
 
 class Pi05Installation(MethodInstallation):
@@ -79,8 +79,7 @@ class Pi05Wrapper:
         require_own_methods(policy)
 
 
-STATE_KEY, TOKEN_MASK_KEY = "observation.state", "observation.language.attention_mask"
-PROMPTS_AT_A_TIME = 4096
+TOKEN_MASK_KEY = "observation.language.attention_mask"
 
 
 def sample_sizes(
@@ -99,32 +98,9 @@ def sample_sizes(
 
 
 def _prompt_lengths(part: SizedDataset, progress: Callable[[int], None]) -> IntArray:
-    state_key = state_column(part)
-    states_ND = torch.from_numpy(part.column(state_key).astype(np.float32)).reshape(len(part), -1)
-    names, tasks_N = part.task_names(), part.column("task_index").reshape(-1)
-    lengths = []
+    parts, lengths = PromptParts(part), []
     for start in range(0, len(part), PROMPTS_AT_A_TIME):
-        rows = slice(start, start + PROMPTS_AT_A_TIME)
-        batch = {state_key: states_ND[rows], "task": [names[index] for index in tasks_N[rows]]}
-        mask_BL = part.preprocess(batch)[TOKEN_MASK_KEY]
+        mask_BL = part.preprocess(parts.batch(slice(start, start + PROMPTS_AT_A_TIME)))[TOKEN_MASK_KEY]
         lengths.append(mask_BL.sum(dim=1).cpu().numpy().astype(np.int64))
         progress(len(lengths[-1]))
     return np.concatenate(lengths)
-
-
-def state_column(part: SizedDataset) -> str:
-    """The column that becomes the policy's state, renamed by the preprocessor or not.
-
-    Raises:
-        ValueError: no column does.
-    """
-    columns = list(part.dataset.meta.features)
-    if STATE_KEY in columns:
-        return STATE_KEY
-    for step in getattr(part.preprocess, "steps", ()):
-        for column, renamed in (getattr(step, "rename_map", None) or {}).items():
-            if renamed == STATE_KEY and column in columns:
-                return str(column)
-    raise ValueError(
-        f"π0.5's prompt holds {STATE_KEY}; the data set has {', '.join(columns)}. Name its column in rename_map."
-    )

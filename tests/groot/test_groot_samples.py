@@ -137,3 +137,28 @@ def test_the_loss_sees_the_own_instruction():
         torch.manual_seed(0)
         losses.append(policy(batch)[0].item())
     assert losses[0] != losses[1]
+
+
+def preprocess_changed(**changes):
+    from lerobot.policies.groot.processor_groot import make_groot_pre_post_processors
+
+    with patched({"lerobot_groot_runs": {}, "lerobot_groot_samples": {}}):
+        preprocess, _ = make_groot_pre_post_processors(policy_config(), {})
+        return preprocess({**raw_batch(TASKS), **changes})
+
+
+@pytest.mark.parametrize(("key", "field"), [("observation.state", "max_state_dim"), ("action", "max_action_dim")])
+def test_nothing_of_state_and_action_is_cut_off(key, field):
+    limit = getattr(policy_config(), field)
+    raw = raw_batch(TASKS)[key]
+    wide = raw[..., :1].expand(*raw.shape[:-1], limit + 1)
+    with pytest.raises(ValueError, match=f"{key} has {limit + 1} dimensions and policy.{field} is {limit}"):
+        preprocess_changed(**{key: wide})
+    assert preprocess_changed(**{key: wide[..., :limit]}) is not None
+
+
+def test_a_state_that_is_not_finite_is_refused():
+    state = raw_batch(TASKS)["observation.state"].clone()
+    state[1, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"observation.state\[0\] of sample 1 of the batch is nan"):
+        preprocess_changed(**{"observation.state": state})

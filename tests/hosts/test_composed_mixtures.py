@@ -116,7 +116,7 @@ def test_two_processes_and_then_one(demonstrations: Path, tmp_path: Path) -> Non
     tokens, fitted = state["stream"]["cost_models"]
     assert tokens["model"]["tokens"] == 1.0
     assert (fitted["first_bin"], fitted["first_epoch"]) == (3 * 2 * 2, 1), "fitted to the third step of both processes"
-    records = train_here([f"resume={run}", "train.steps=5"]).records
+    records = train_here([f"resume={run}", "train.steps=5", "schedule.on_resume=keep"]).records
     assert len(composition().stream.cost_models) == 2, "a fitted model is kept, not fitted again"
     assert [record.step for record in records] == [4, 5]
     both = read_steps(run / "steps.jsonl")

@@ -130,7 +130,7 @@ def test_nothing_to_resume_says_where_it_looked(tmp_path: Path) -> None:
 
 def test_a_resumed_run_may_go_further(whole_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole_run, tmp_path / "run", symlinks=True)
-    result = train_here([f"resume={run}/checkpoints/last", "train.steps=8"])
+    result = train_here([f"resume={run}/checkpoints/last", "train.steps=8", "schedule.on_resume=one_run"])
     assert [record.step for record in result.records] == [7, 8]
     assert [record.step for record in read_steps(run / "steps.jsonl")] == list(range(1, 9))
     assert find_checkpoint(run).step == 8
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_plain_upstream_resumes(
     assert not list(run.rglob("embodix*"))
     before = weights_of(run)
     overrides = [o for o in small_run(demonstrations) if not o.startswith("train.")]
-    result = train_here([f"resume={run}", *overrides, "train.steps=4", "+plugin=embodix"])
+    result = train_here([f"resume={run}", *overrides, "train.steps=4", "schedule.on_resume=keep", "+plugin=embodix"])
     assert [record.step for record in result.records] == [3, 4]
     assert not all(torch.equal(before[name], tensor) for name, tensor in weights_of(run).items())
     assert find_checkpoint(run).loader_state() is not None

@@ -12,8 +12,8 @@ from datasets import Dataset
 
 from embodix.data.sample_sizes import SizedDataset, measure_samples
 from embodix.packing.sample_cost import SampleSizes
+from embodix_pi05.prompts import state_column
 from embodix_pi05.testing import small_pi05
-from embodix_pi05.wrapper import state_column
 
 ABSENT = [[False, True], [True, True], [False, False]]
 

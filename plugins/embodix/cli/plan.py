@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from embodix.cli.hydra_app import run_hydra_app
@@ -72,7 +73,8 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
     if plan.tokens:
         console.print(_token_table(plan))
     console.print(_prompt_table(plan))
-    console.print(plan.prompt_source + "\n", highlight=False, soft_wrap=True)
+    for sentence in (*_too_long(plan), plan.prompt_source + "\n"):
+        console.print(sentence, highlight=False, soft_wrap=True)
     console.print(_variant_table(plan))
     console.print(
         "Bounds are ratios of operations against upstream, forward and backward; forward alone: "
@@ -124,6 +126,17 @@ def _prompt_table(plan: TrainingPlan) -> Table:
         lengths = _range(min(p.shortest for p in rest), max(p.longest for p in rest))
         table.add_row(f"{len(rest)} more tasks", str(sum(p.num_frames for p in rest)), lengths)
     return table
+
+
+def _too_long(plan: TrainingPlan) -> list[str]:
+    """A sentence for each task with prompts that the policy does not take whole."""
+    return [
+        f"[bold]Too long[/]: about {percent(prompt.share_too_long)} of the {prompt.num_frames} frames of "
+        f"{escape(repr(prompt.task))} have prompts longer than the {prompt.longest} tokens that the policy takes, by "
+        f"up to {prompt.excess}; what is cut off is not trained on."
+        for prompt in plan.prompts
+        if prompt.excess
+    ]
 
 
 def _variant_table(plan: TrainingPlan) -> Table:

@@ -74,6 +74,21 @@ class CheckSettings:
 
 
 @dataclass
+class ScheduleSettings:
+    """The length of the learning-rate schedule.
+
+    Attributes:
+        steps: it is built for, of ``train.batch_size`` samples a process each; null for ``train.steps``.
+        on_resume: what becomes of it where a run is resumed with other steps: ``keep`` stays on it, past its end at its
+            last learning rate; ``rewarm`` begins one anew for the steps that are left; ``one_run`` goes on as if all
+            steps had been planned from the start, as upstream does. Without a choice a change is refused.
+    """
+
+    steps: int | None = None
+    on_resume: str | None = None
+
+
+@dataclass
 class LoggingSettings:
     """Where metrics go beside ``steps.jsonl``: ``none``, ``tensorboard`` or ``wandb`` with upstream's options."""
 
@@ -137,6 +152,7 @@ class TrainApp:
     flow_samples: int = 1
     optimizer: Any = None
     scheduler: Any = None
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     env: Any = None
     eval: EvalSettings = field(default_factory=EvalSettings)
     evaluation: NamedChoice = field(default_factory=NamedChoice)

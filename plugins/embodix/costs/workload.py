@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,20 @@ class Source:
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """Prompt lengths of one task, in tokens, and the frames that carry it."""
+    """Prompt lengths of one task, in tokens, and the frames that carry it.
+
+    Attributes:
+        shortest, longest: as far as the policy takes them.
+        excess: tokens that the longest is too long by.
+        share_too_long: share of the task's frames whose prompt is longer than the policy takes.
+    """
 
     task: str
     num_frames: int
     shortest: int
     longest: int
+    excess: int = 0
+    share_too_long: float = 0.0
 
 
 def read_sources(config: Mapping[str, Any]) -> list[Source]:
@@ -78,13 +86,13 @@ def draws_of(
     """How often each kind of sample is drawn, the prompts by task, and how they were counted.
 
     Args:
-        longest: tokens after which upstream cuts a prompt.
+        longest: tokens that the policy takes of a prompt; None for any number.
     """
     count, how = token_counter(config, support)
     draws: Draws = {}
     prompts: list[TaskPrompt] = []
     for source in sources:
-        lengths: dict[tuple[str, int], Draws] = {}
+        lengths: dict[tuple[str, int], Draws] = {}  # whole prompts, of a task with as many images
         for episode in source.facts.episodes:
             images = len(source.slots) - episode.num_absent_cameras
             key = (episode.task, images)
@@ -92,14 +100,35 @@ def draws_of(
                 texts = support.prompt_texts(config["policy"], episode.task, images, source.facts.state_stats)
                 lengths[key] = {}
                 for text, share in texts.items():
-                    sample = (images, min(longest or count(text), count(text)))
+                    sample = (images, count(text))
                     lengths[key][sample] = lengths[key].get(sample, 0.0) + share
-            for sample, share in lengths[key].items():
+            for (_, length), share in lengths[key].items():
+                sample = (images, _taken(length, longest))
                 draws[sample] = draws.get(sample, 0.0) + share * episode.length * source.weight
         for task, frames in source.facts.frames_by_task().items():
-            seen = [length for (name, _), shares in lengths.items() if name == task for _, length in shares]
-            prompts.append(TaskPrompt(task, frames, min(seen), max(seen)))
+            of_task = [shares for (name, _), shares in lengths.items() if name == task]
+            prompts.append(_task_prompt(task, frames, of_task, longest))
     return draws, prompts, how
+
+
+def _task_prompt(task: str, num_frames: int, lengths: Sequence[Draws], longest: int | None) -> TaskPrompt:
+    """The prompts of a task from its whole lengths, for each number of images."""
+    whole = [length for shares in lengths for _, length in shares]
+    too_long = [
+        share for shares in lengths for (_, length), share in shares.items() if length > _taken(length, longest)
+    ]
+    return TaskPrompt(
+        task,
+        num_frames,
+        _taken(min(whole), longest),
+        _taken(max(whole), longest),
+        max(whole) - _taken(max(whole), longest),
+        sum(too_long) / len(lengths),
+    )
+
+
+def _taken(length: int, longest: int | None) -> int:
+    return length if longest is None else min(length, longest)
 
 
 def padded(draws: Draws, layout: SampleLayout | None, batch_size: int) -> dict[SampleShape, float]:

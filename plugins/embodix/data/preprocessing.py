@@ -4,7 +4,7 @@
 A batch that was preprocessed there is marked by its type, and the training loop's preprocessor only moves it to the
 device. Samples of several embodiments are preprocessed embodiment by embodiment and merged in their order.
 
-Shape suffixes: B samples, C camera slots, D dimensions of the widest embodiment.
+Shape suffixes: B samples, C camera slots, D dimensions (of the widest embodiment).
 """
 
 from __future__ import annotations
@@ -79,6 +79,32 @@ class PreprocessingCollate:
     def _part(self, embodiment: int, rows: list[int], samples: Sequence[Sample]) -> EmbodimentPart:
         own = [{key: value for key, value in samples[row].items() if key != EMBODIMENT_KEY} for row in rows]
         return EmbodimentPart(embodiment, rows, self._preprocessors[embodiment](default_collate(own)))
+
+
+def require_finite_state(key: str, state_BD: torch.Tensor, data: Mapping[str, Any]) -> None:
+    """Refuse a state that a policy can't be shown.
+
+    Args:
+        key: of the state.
+        data: what comes with the batch; its ``index`` names the frames.
+
+    Raises:
+        ValueError: NaN or infinity; names the dimension and the frame.
+    """
+    rows_BD = state_BD.reshape(-1, state_BD.shape[-1])
+    odd = (~torch.isfinite(rows_BD)).nonzero()
+    if not len(odd):
+        return
+    row, dimension = (int(place) for place in odd[0])
+    frames = data.get("index")
+    if isinstance(frames, torch.Tensor) and frames.numel() == len(rows_BD):
+        where = f"frame {int(frames.reshape(-1)[row])} of the data set"
+    else:
+        where = f"sample {row} of the batch"
+    raise ValueError(
+        f"A policy is shown a state of finite numbers; {key}[{dimension}] of {where} is "
+        f"{float(rows_BD[row, dimension])}. Repair or leave out what is not finite in {key} or in its statistics."
+    )
 
 
 class LoopPreprocessor:

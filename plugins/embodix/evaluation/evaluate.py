@@ -25,6 +25,7 @@ from embodix.evaluation.engine import EngineSettings
 from embodix.evaluation.episodes import plan_episodes
 from embodix.evaluation.identity import EvaluationIdentity
 from embodix.evaluation.session import ActorRun, EvaluationProgress, EvaluationSession, default_num_workers
+from embodix.policies.support import support_of
 from embodix.report.evaluation import (
     EPISODES_FILE,
     RESULTS_FILE,
@@ -131,7 +132,9 @@ class _Evaluator:
                 else self._controller(control, source)
                 for control in self._cfg.controls
             }
-            notes = [*loaded.notes, *actor.unseen_instructions(main.instructions)]
+            support = support_of(source.policy_type())
+            shortened = [task.sentence for task in support.shortened_so_far(loaded.preprocessor)]
+            notes = [*loaded.notes, *actor.unseen_instructions(main.instructions), *shortened]
             description = {**loaded.description, "notes": notes}
         self._write(folder, name, source.model, description, main, controls)
         return folder

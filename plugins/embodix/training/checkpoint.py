@@ -3,8 +3,9 @@
 
 Upstream's own files are untouched, so plain LeRobot loads the checkpoint. Beside them stand
 ``pretrained_model/embodix_overrides.json`` (the Hydra overrides), ``pretrained_model/embodix_architecture.json``
-(widths and depths of a small policy) and ``training_state/embodix_loader.safetensors`` or
-``embodix_stream.json`` (position in the data) and ``training_state/embodix_identity.json`` (what the run is).
+(widths and depths of a small policy), ``training_state/embodix_loader.safetensors`` or ``embodix_stream.json``
+(position in the data), ``training_state/embodix_schedule.json`` (length of the learning-rate schedule) and
+``training_state/embodix_identity.json`` (what the run is).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def write_session_state(checkpoint_dir: Path) -> None:
     if session.config.get("architecture"):
         (model_dir / ARCHITECTURE_FILE).write_text(json.dumps(session.config["architecture"], indent=2) + "\n")
     session.data.save_embodiments(model_dir)
+    session.schedule.save(checkpoint_dir / TRAINING_STATE_DIR)
     if session.position is not None:
         session.position.save(checkpoint_dir / TRAINING_STATE_DIR)
     session.continuity.identity().save(checkpoint_dir / TRAINING_STATE_DIR)

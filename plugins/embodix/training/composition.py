@@ -127,6 +127,11 @@ class Composition:
         self._schedule = SampleSchedule(scheduler, per_step, lambda: self.num_samples, since_last)
         return self._schedule
 
+    def advances_a_step(self) -> float:
+        """How often the schedule advances in a step, from the samples that the packed epoch's steps hold."""
+        samples = float(self.stream.describe()["samples_a_bin"]) * self._composer.bins_per_step
+        return samples / self._host_cfg.batch_size
+
     @property
     def num_samples(self) -> int:
         """Samples of the last step over all ranks."""

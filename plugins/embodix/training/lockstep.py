@@ -36,6 +36,7 @@ from embodix.training.features import select_training_features
 from embodix.training.host_config import decode_host_config, fill_missing_preset
 from embodix.training.host_context import required_patches
 from embodix.training.run_data import require_trainable_dataset
+from embodix.training.schedule import fresh_schedule
 from embodix.training.session import MANIFEST_FILE, TrainingSession
 
 
@@ -228,6 +229,7 @@ def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> Trainin
         count_flops_at=variant.cfg.step_clock.count_flops_at,
         check_reference=True,
         on_step=on_step,
+        schedule=fresh_schedule(variant.cfg.schedule, host_cfg),
     )
 
 

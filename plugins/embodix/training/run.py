@@ -37,6 +37,7 @@ from embodix.training.interruption import Interruption
 from embodix.training.resumption import Resumption
 from embodix.training.run_data import require_trainable_dataset
 from embodix.training.run_folder import is_first_rank, owned_folder
+from embodix.training.schedule import RunSchedule, fresh_schedule, resumed_schedule
 from embodix.training.session import TrainingSession
 
 if TYPE_CHECKING:
@@ -76,10 +77,11 @@ def run_training(cfg: DictConfig, overrides: list[str], begun: Callable[[], None
     if cfg.resume is None:
         if cfg.accept_changes:
             raise ValueError("accept_changes is for a run that is resumed; leave it out or name one with resume=... .")
-        return _run(cfg, sound_host_config(cfg), overrides, begun)
+        host_cfg = sound_host_config(cfg)
+        return _run(cfg, host_cfg, overrides, begun, fresh_schedule(cfg.schedule, host_cfg))
     checkpoint = find_checkpoint(cfg.resume)
     resumption = checkpoint.resumption(cfg.accept_changes)
-    recorded = checkpoint.overrides() or []
+    recorded = [override for override in checkpoint.overrides() or [] if not _is_of_one_start(override)]
     of_this_command = ("resume=", "accept_changes=")
     added = [override for override in overrides if not override.lstrip("+").startswith(of_this_command)]
     _require_resumable(checkpoint, recorded, added)
@@ -89,7 +91,12 @@ def run_training(cfg: DictConfig, overrides: list[str], begun: Callable[[], None
     host_cfg = host_config_of_checkpoint(checkpoint.config_path, added)
     host_cfg.output_dir = checkpoint.folder.parent.parent
     require_sound_config(cfg, host_cfg)
-    return _run(cfg, host_cfg, merged, begun, resumption, checkpoint.config_path)
+    schedule = resumed_schedule(cfg.schedule, host_cfg, checkpoint.folder)
+    return _run(cfg, host_cfg, merged, begun, schedule, resumption, checkpoint.config_path)
+
+
+def _is_of_one_start(override: str) -> bool:
+    return override.lstrip("+").startswith("schedule.on_resume=")
 
 
 def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[str]) -> None:
@@ -125,6 +132,7 @@ def _run(
     host_cfg: TrainPipelineConfig,
     overrides: list[str],
     begun: Callable[[], None],
+    schedule: RunSchedule,
     resumption: Resumption | None = None,
     resumed_config: Path | None = None,
 ) -> RunResult:
@@ -156,6 +164,7 @@ def _run(
             on_step=writer.step,
             evaluation=evaluation,
             interruption=Interruption(),
+            schedule=schedule,
         )
         with host_context(cfg, resumed_config):
             _train(session, evaluation)

@@ -11,18 +11,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.utils.constants import HF_LEROBOT_HOME, OBS_IMAGES
 from torch.utils.data import DataLoader
 
 from embodix.checks.dataset_check import statistics_choice
 from embodix.checks.exact_statistics import exact_statistics_of
+from embodix.contracts import ShortenedTask
 from embodix.data.column_reads import read_columns
 from embodix.data.embodiments import MemberPostprocessor, ProcessorCall, ProcessorPair, member_config, save_embodiments
 from embodix.data.mixture_dataset import BuildDataset, MixtureDataset, build_mixture, camera_table, describe_cameras
@@ -96,6 +98,7 @@ class RunData:
         announces: print a mixture's table when the run starts.
         collate: the loader's collate function, once the processors are built; None for upstream's.
         sampler: the loader's sampler, once it is adapted; None for upstream's.
+        shortened: tasks whose text the policy's prompts can't hold, once they are counted.
     """
 
     def __init__(self, choices: DataChoices) -> None:
@@ -105,6 +108,7 @@ class RunData:
         self.collate: PreprocessingCollate | None = None
         self.sampler: OrderSampler | None = None
         self._first_frames: dict[int, int] | None = None
+        self.shortened: list[ShortenedTask] = []
         self._call: ProcessorCall | None = None
         self._host_preprocessors: Callable[[], list[Any]] = list
         self._saved: list[ProcessorPair] = []
@@ -223,6 +227,19 @@ class RunData:
             return WindowShuffledOrder(files_of_samples(dataset), self.choices.window, seed)
         return ShuffledOrder(len(dataset), seed)
 
+    def count_shortened(self, policy_type: str) -> None:
+        """Find the tasks whose text the policy's prompts can't hold, and say so; a streamed data set is not looked at.
+
+        Raises:
+            ValueError: prompts that can't hold the state either.
+        """
+        support = support_of(policy_type)
+        if not support.offers("shortened_tasks") or not isinstance(self.dataset, MixtureDataset | LeRobotDataset):
+            return
+        self.shortened = [task for part in self.sized_datasets() for task in support.shortened_tasks(part)]
+        for task in self.shortened:
+            logging.warning(task.sentence)
+
     def save_embodiments(self, model_dir: Path) -> None:
         """Add each member's processors and config to a checkpoint's ``pretrained_model`` folder."""
         if self._call is not None:
@@ -251,6 +268,8 @@ class RunData:
             "sampling": self.choices.sampling,
             "statistics": self.choices.statistics,
         }
+        if self.shortened:
+            described["shortened_tasks"] = [asdict(task) for task in self.shortened]
         if isinstance(self.dataset, MixtureDataset):
             quotas = self._quotas()
             members = zip(self.dataset.members, quotas, strict=True)

@@ -7,6 +7,7 @@ Of the first batch it keeps what the policy sees, where upstream's own batch is 
 from __future__ import annotations
 
 import contextvars
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -39,6 +40,7 @@ from embodix.training.loader import LoaderState, ResumableLoader, StreamState
 from embodix.training.memory import peak_memory
 from embodix.training.resumption import Continuity, Resumption
 from embodix.training.run_data import RunData, read_choices
+from embodix.training.schedule import RunSchedule
 from embodix.training.step_totals import StepTotals
 from embodix.training.stopped import RunInterrupted
 
@@ -67,6 +69,7 @@ class TrainingSession:
         on_step: called with each finished step's record, in the main process.
         evaluation: evaluates the checkpoints while training goes on; None for nothing.
         interruption: ends the run after a whole step where it is asked for; None leaves Ctrl-C to Python.
+        schedule: length of the learning-rate schedule; None for upstream's.
 
     Attributes:
         between_steps: called before each batch is fetched, when no step is open; None for nothing.
@@ -86,6 +89,7 @@ class TrainingSession:
         on_step: Callable[[StepRecord], None] | None = None,
         evaluation: CheckpointEvaluation | None = None,
         interruption: Interruption | None = None,
+        schedule: RunSchedule | None = None,
     ) -> None:
         self.name = name
         self.host_cfg = host_cfg
@@ -109,6 +113,7 @@ class TrainingSession:
         self._on_step = on_step
         self._evaluation = evaluation
         self._interruption = interruption
+        self.schedule = schedule or RunSchedule(host_cfg.steps)
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
         self._samples: StepSamples | None = None
@@ -161,11 +166,13 @@ class TrainingSession:
         loader = self.data.adapt_loader(loader, self.host_cfg.seed or 0)
         if self.accelerator.is_main_process:
             self.data.announce(baseline=self.selection.packing.name == "none")
+            self.data.count_shortened(self.policy.config.type)
         return loader
 
     def prepared(self, policy: Any, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any]:
         """The loader and the scheduler that upstream's loop uses, from those that accelerate prepared."""
         self.optimizer = optimizer
+        self.schedule.adjust(scheduler, self.host_cfg)
         if self.composition is not None:
             self.composition.wrap_forward(policy, self.clock.end)
             scheduler = self.composition.wrap_schedule(scheduler)
@@ -186,7 +193,14 @@ class TrainingSession:
             )
         if self.accelerator.is_main_process:
             self.write_manifest()
+            remark = self._schedule_remark()
+            if remark is not None:
+                logging.warning(remark)
         return loader, scheduler
+
+    def _schedule_remark(self) -> str | None:
+        pace = 1.0 if self.composition is None else self.composition.advances_a_step()
+        return self.schedule.remark(self.host_cfg, pace, self._step - 1 - len(self.records))
 
     @property
     def position(self) -> LoaderState | StreamState | None:
@@ -316,7 +330,8 @@ class TrainingSession:
 
     def _settings(self) -> dict[str, Any]:
         assert self.features is not None
-        settings: dict[str, Any] = {**self.features.describe(), "data": self.data.describe()}
+        schedule = {**asdict(self.schedule), "remark": self._schedule_remark()}
+        settings: dict[str, Any] = {**self.features.describe(), "data": self.data.describe(), "schedule": schedule}
         own_autocast = support_of(self.policy.config.type).own_autocast(self.policy.config)
         if own_autocast is not None:
             settings["own_autocast"] = own_autocast

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give each sample of a GR00T-N1.5 batch its own instruction and its own cameras.
+"""Give each sample of a GR00T-N1.5 batch its own instruction, its own cameras and its whole state.
 
-Shape suffixes: B samples, V cameras.
+Shape suffixes: B samples, D dimensions, V cameras.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ PATCH = Patch(
     target="lerobot.policies.groot.processor_groot: GrootPackInputsStep.__call__, GrootEagleEncodeStep.__call__",
     requires={"lerobot": ">=0.5.1,<0.5.2"},
     symptom="every sample of a batch gets the first sample's instruction, and a camera that `camera_is_pad` marks "
-    "absent is encoded as a real image.",
+    "absent is encoded as a real image; dimensions of state and action above max_state_dim and max_action_dim are cut "
+    "off, and a state that is not finite is encoded, without a word.",
     upstream="none known: both steps take lang[0], and camera_is_pad is embodix's own key",
     why_safe="upstream's steps run unchanged, one sample at a time; for a batch of one sample nothing changes",
     remove_when="both steps keep the instructions apart, and absent cameras have a key upstream",
@@ -62,6 +63,7 @@ def _packing(upstream: Callable[..., Any], own_instructions: bool) -> Callable[.
     def __call__(self: Any, transition: Any) -> Any:  # noqa: N807
         tasks = (transition.get(TransitionKey.COMPLEMENTARY_DATA) or {}).get(self.language_key)
         absent_BV = _absent_cameras(transition)
+        _require_whole(self, transition)
         packed = upstream(self, transition)
         data = packed[TransitionKey.COMPLEMENTARY_DATA]
         if own_instructions and isinstance(tasks, list) and tasks:
@@ -71,6 +73,27 @@ def _packing(upstream: Callable[..., Any], own_instructions: bool) -> Callable[.
         return packed
 
     return __call__
+
+
+def _require_whole(step: Any, transition: Any) -> None:
+    """Refuse a state or an action that upstream would cut, and a state that is not finite."""
+    import torch
+    from lerobot.types import TransitionKey
+    from lerobot.utils.constants import ACTION, OBS_STATE
+
+    from embodix.data.preprocessing import require_finite_state
+
+    state = (transition.get(TransitionKey.OBSERVATION) or {}).get(OBS_STATE)
+    limits = {OBS_STATE: (state, "max_state_dim"), ACTION: (transition.get(TransitionKey.ACTION), "max_action_dim")}
+    for key, (values, field) in limits.items():
+        if isinstance(values, torch.Tensor) and values.shape[-1] > getattr(step, field):
+            raise ValueError(
+                f"{key} has {values.shape[-1]} dimensions and policy.{field} is {getattr(step, field)}: the others "
+                f"would be cut off. Set policy.{field}={values.shape[-1]} for a policy trained from scratch, or choose "
+                "a data set of fewer dimensions."
+            )
+    if isinstance(state, torch.Tensor):
+        require_finite_state(OBS_STATE, state, transition.get(TransitionKey.COMPLEMENTARY_DATA) or {})
 
 
 def _absent_cameras(transition: Any) -> Any:
