@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One reading of a data set, whatever will be trained on it: figures of its columns, and what is wrong with any policy.
 
-It is kept by content, so that a data set is read once: the metadata files by their bytes, data and videos by name,
-size, time of change and the bytes of their ends.
+It is kept by content (``embodix.data.content``), so that a data set is read once.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from embodix.checks.findings import Finding, finding_fields, finding_of
 from embodix.checks.image_rules import chosen_runs, image_findings
 from embodix.checks.row_rules import read_rows
 from embodix.checks.video_rules import video_findings
+from embodix.data.content import dataset_content
 from embodix.data.joined_columns import Join, complete_join, joined_features, joined_stats
 
 FORMAT = 1  # of what is kept; another one is read anew
-END_BYTES = 2**16
 IMAGES = ("sample", "all", "none")
 CACHE = "EMBODIX_CACHE"
 
@@ -79,11 +78,13 @@ def read_dataset(
     kept = _cache_file(tables, images, complete)
     tables.info = {**tables.info, "features": joined_features(complete, tables.features)}
     tables.stats = joined_stats(complete, tables.stats)
-    reading = _load(tables, kept)
-    if reading is None:
-        started = time.process_time()
-        reading = _read(tables, images, complete)
-        reading.seconds = time.process_time() - started
+    known = None if kept is None else _load(tables, kept)
+    if known is not None:
+        return known
+    started = time.process_time()
+    reading = _read(tables, images, complete)
+    reading.seconds = time.process_time() - started
+    if kept is not None:
         _keep(reading, kept)
     return reading
 
@@ -111,28 +112,16 @@ def _read(tables: DatasetTables, images: str, join: Join) -> DatasetReading:
     return reading
 
 
-def content_key(tables: DatasetTables, *further: Any) -> str:
-    """A hash of a data set's content and of what else decides about a result."""
-    digest = hashlib.sha256(json.dumps([FORMAT, list(further)]).encode())
-    for file in sorted(path for folder in ("meta", "data", "videos") for path in (tables.root / folder).rglob("*")):
-        if not file.is_file() or file.name.startswith("embodix_"):
-            continue
-        status = file.stat()
-        digest.update(f"{file.relative_to(tables.root)} {status.st_size}".encode())
-        with file.open("rb") as content:
-            if file.is_relative_to(tables.root / "meta"):
-                digest.update(content.read())
-                continue
-            digest.update(str(status.st_mtime_ns).encode())
-            content.seek(max(0, status.st_size - END_BYTES))
-            digest.update(content.read())
-    return digest.hexdigest()
-
-
-def _cache_file(tables: DatasetTables, images: str, join: Join) -> Path:
+def _cache_file(tables: DatasetTables, *further: Any) -> Path | None:
+    """Where a reading of this content is kept; None for data that can't be hashed, since they can't be read."""
     chosen = None if tables.selected is None else list(tables.selected)
+    try:
+        content = dataset_content(tables.root)
+    except ValueError:
+        return None
+    key = hashlib.sha256(json.dumps([FORMAT, content, chosen, *further]).encode()).hexdigest()
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodix"
-    return Path(os.environ.get(CACHE) or default) / "checks" / f"{content_key(tables, chosen, images, dict(join))}.json"
+    return Path(os.environ.get(CACHE) or default) / "checks" / f"{key}.json"
 
 
 def _keep(reading: DatasetReading, file: Path) -> None:
