@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,9 @@ from embodix.data.mixture_spec import STATISTICS, decode_mixture, is_mixture
 STATISTICS_CHOICES = ("recorded", "exact")
 
 
-def check_data(host_cfg: TrainPipelineConfig, config: Mapping[str, Any], images: str = "sample") -> CheckReport:
+def check_data(
+    host_cfg: TrainPipelineConfig, config: Mapping[str, Any], images: str = "sample", may_be_absent: bool = False
+) -> CheckReport:
     """Check the data set of a config, or each member of its mixture.
 
     A data set that is on the hub only is not looked at.
@@ -35,6 +38,7 @@ def check_data(host_cfg: TrainPipelineConfig, config: Mapping[str, Any], images:
         host_cfg: upstream's config.
         config: the composed config, resolved.
         images: ``sample``, ``all`` or ``none``.
+        may_be_absent: whether metadata without data pass.
 
     Raises:
         ValueError: a mixture, join or choice of statistics that is not sound.
@@ -49,14 +53,16 @@ def check_data(host_cfg: TrainPipelineConfig, config: Mapping[str, Any], images:
         )
         root = folder_of(node)
         join = decode_join(f"dataset.{JOIN}", node.get(JOIN))
-        return _check_local(str(node.get("repo_id") or root), root, node, join, needs, images)
+        check = functools.partial(_check_local, needs=needs, images=images, may_be_absent=may_be_absent)
+        return check(str(node.get("repo_id") or root), root, node, join)
     reports = []
     for member in decode_mixture(node).members:
         renamed = {camera: slot for camera, slot in (member.cameras or {}).items() if slot is not None}
         needs = replace(needs_of(host_cfg.policy, renamed, statistics), imagenet=bool(node.get("use_imagenet_stats")))
         needs = replace(needs, prompt_length=prompt_length(config, needs), cameras=())  # the mixture maps them itself
         root = folder_of(vars(member))
-        reports.append((member.name, _check_local(member.repo_id, root, vars(member), member.join, needs, images)))
+        check = functools.partial(_check_local, needs=needs, images=images, may_be_absent=may_be_absent)
+        reports.append((member.name, check(member.repo_id, root, vars(member), member.join)))
     return merged(reports)
 
 
@@ -82,9 +88,16 @@ def prompt_length(config: Mapping[str, Any], needs: RunNeeds) -> Any:
 
 
 def _check_local(
-    name: str, root: Path, node: Mapping[str, Any], join: Join, needs: RunNeeds, images: str
+    name: str,
+    root: Path,
+    node: Mapping[str, Any],
+    join: Join,
+    needs: RunNeeds,
+    images: str,
+    may_be_absent: bool,
 ) -> CheckReport:
-    if not (root / "meta").is_dir() and node.get("root") is None:
+    absent = not (root / "data").is_dir() if may_be_absent else not root.is_dir() and node.get("root") is None
+    if absent:
         return CheckReport(name, 0, 0, [], [], "not on this machine, so not looked at")
     episodes = node.get("episodes")
     return check_dataset(name, read_dataset(root, episodes, images, join), needs)

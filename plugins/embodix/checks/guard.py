@@ -17,12 +17,15 @@ MODES = ("error", "warn", "off")
 NAMED_ERRORS = 12  # in a message; the page has all
 
 
-def require_sound_data(host_cfg: TrainPipelineConfig, config: Mapping[str, Any]) -> CheckReport | None:
+def require_sound_data(
+    host_cfg: TrainPipelineConfig, config: Mapping[str, Any], may_be_absent: bool = False
+) -> CheckReport | None:
     """Check the data of a run that is about to start, once for all its processes.
 
     Args:
         host_cfg: upstream's config.
         config: the composed config, resolved.
+        may_be_absent: let a data set pass whose metadata are here and whose data are not.
 
     Raises:
         ValueError: data that can't be trained on under ``check=error``, or an unknown mode.
@@ -30,7 +33,7 @@ def require_sound_data(host_cfg: TrainPipelineConfig, config: Mapping[str, Any])
     mode = check_mode(config)
     if mode == "off" or int(os.environ.get("RANK", "0")) > 0:
         return None
-    report = check_data(host_cfg, config, str(config["check"]["images"]))
+    report = check_data(host_cfg, config, str(config["check"]["images"]), may_be_absent)
     stops = mode == "error" and report.errors
     for finding in report.warnings if stops else report.findings:
         logging.warning("%s", finding.sentence)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_class, instantiate
@@ -12,13 +13,14 @@ from embodix import plugins
 from embodix.arguments import typed_arguments
 from embodix.cli.hydra_app import run_hydra_app
 from embodix.config.compose import options_of
+from embodix.data.recorded_dataset import RecordedDataset
 
 
 def data_task(cfg: DictConfig) -> None:
     """Record with the registered data source that the config names.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it names none, or what was recorded can't be trained on.
     """
     fields: Any = OmegaConf.to_container(cfg, resolve=True)
     if "source" not in fields:
@@ -28,7 +30,27 @@ def data_task(cfg: DictConfig) -> None:
     if settings := fields.get("_target_"):
         taken = {name: value for name, value in fields.items() if name != "_target_"}
         fields |= typed_arguments(get_class(settings), taken, f"lerobot data {source}")
-    record(instantiate(fields, _convert_="all"))
+    recorded = record(instantiate(fields, _convert_="all"))
+    if isinstance(recorded, RecordedDataset):
+        _check(recorded.root)
+
+
+def _check(root: Path) -> None:
+    """Judge what was recorded as a policy that reads instructions and normalises by quantiles would.
+
+    Raises:
+        ValueError: it can't be trained on.
+    """
+    from embodix.checks.dataset_check import check_dataset
+    from embodix.checks.dataset_reading import read_dataset
+    from embodix.checks.guard import refusal
+    from embodix.checks.run_needs import RunNeeds
+
+    needs = RunNeeds("any", {"STATE": "QUANTILES", "ACTION": "QUANTILES"}, language=True)
+    report = check_dataset(str(root), read_dataset(root), needs)
+    if report.errors:
+        raise ValueError(refusal(report))
+    print("\n".join([f"Checked {report.verdict}", *(finding.sentence for finding in report.warnings)]))
 
 
 def run(argv: list[str]) -> int:

@@ -36,6 +36,7 @@ def run(argv: list[str]) -> int:
 
         if as_json:
             logging.disable(logging.WARNING)  # Hydra's log goes to the standard output, too
+        from embodix.checks.guard import require_sound_data
         from embodix.costs.plan import plan_training
         from embodix.training.config_checks import notes_of, sound_host_config
         from embodix.training.features import select_training_features
@@ -45,14 +46,17 @@ def run(argv: list[str]) -> int:
         select_training_features(cfg)
         config: Any = OmegaConf.to_container(cfg, resolve=True)
         read_choices(config)
+        report = require_sound_data(host_cfg, config, may_be_absent=True)
         plan = plan_training(config)
         path = Path(HydraConfig.get().runtime.output_dir) / PLAN_FILE
-        text = json.dumps(dataclasses.asdict(plan), indent=2, ensure_ascii=False) + "\n"
+        content = dataclasses.asdict(plan) | {"check": report and dataclasses.asdict(report)}
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         write_text_atomically(path, text)
         if as_json:
             print(text, end="")
         else:
             print_plan(plan, Console())
+            print(f"Data: {report.verdict if report else 'not checked (check=off)'}")
             print("".join(f"Note: {note}\n" for note in notes_of(host_cfg)), end="")
             print(f"As JSON: {path}")
 
