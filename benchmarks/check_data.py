@@ -70,6 +70,7 @@ def write_frames(root: Path, num_frames: int, dimensions: int, episode_length: i
         "length": np.full(num_episodes, episode_length),
         "dataset_from_index": episode * episode_length,
         "dataset_to_index": (episode + 1) * episode_length,
+        "tasks": [["wave"]] * num_episodes,
         "data/chunk_index": np.zeros(num_episodes, np.int64),
         "data/file_index": episode * episode_length // FRAMES_A_FILE,
     }

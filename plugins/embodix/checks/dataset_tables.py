@@ -32,6 +32,7 @@ INFO_FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "data_path": str,
 }
 NUMBERED = ("episode_index", "length", "dataset_from_index", "dataset_to_index")
+TASKS_COLUMN = "tasks"
 FILE_COLUMNS = ("data/chunk_index", "data/file_index")
 READ_ERRORS = (OSError, pa.ArrowException)
 
@@ -194,7 +195,7 @@ def _read_episodes(tables: DatasetTables) -> Iterator[Finding]:
     if len(parts) < len(files):
         return
     table = pa.concat_tables(parts, promote_options="default")
-    lacking = [name for name in (*NUMBERED, *FILE_COLUMNS) if name not in table.column_names]
+    lacking = [name for name in (*NUMBERED, TASKS_COLUMN, *FILE_COLUMNS) if name not in table.column_names]
     lacking += [name for name in _video_columns(tables) if name not in table.column_names]
     if lacking:
         yield found("episodes_missing", EPISODES, f"has no column {', '.join(lacking)}", REPAIR)

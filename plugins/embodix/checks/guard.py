@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lerobot.configs.train import TrainPipelineConfig
 
 from embodix.checks.dataset_check import check_data
+from embodix.checks.dataset_tables import DatasetTables, read_tables
 from embodix.checks.findings import CheckReport
 
 MODES = ("error", "warn", "off")
@@ -40,6 +42,24 @@ def require_sound_data(
     if stops:
         raise ValueError(refusal(report))
     return report
+
+
+def require_readable_metadata(root: Path, episodes: Sequence[int] | None = None) -> DatasetTables:
+    """The metadata of a data set, whatever ``check`` asks for: nothing can be done without them.
+
+    Args:
+        root: its folder.
+        episodes: numbers of those that are used, None for all.
+
+    Raises:
+        ValueError: a file of ``meta/`` is damaged or lacks a field, or an episode does not exist.
+    """
+    tables = read_tables(root, episodes)
+    errors = [finding for finding in tables.findings if finding.severity == "error"]
+    if errors:
+        sentences = "\n  ".join(finding.sentence for finding in errors[:NAMED_ERRORS])
+        raise ValueError(f"The metadata of the data set at {root} can't be used:\n  {sentences}")
+    return tables
 
 
 def check_mode(config: Mapping[str, Any]) -> str:

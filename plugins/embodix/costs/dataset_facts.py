@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a LeRobotDataset's metadata say about the cost of training on it: episodes, tasks, cameras, state range.
 
-Reads ``meta/`` only, plus the ``camera_is_pad`` column where a data set has one; decodes no image and imports no torch.
+Reads ``meta/`` only, plus the ``camera_is_pad`` column where a data set has one; decodes no image.
 Format: LeRobotDataset v3.0 (lerobot/datasets/utils.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from embodix.checks.dataset_check import folder_of
+from embodix.checks.dataset_tables import DatasetTables
+from embodix.checks.guard import require_readable_metadata
+from embodix.data.joined_columns import JOIN, complete_join, decode_join, joined_features, joined_stats
 
 CAMERA_IS_PAD = "camera_is_pad"
 
@@ -55,15 +61,6 @@ class DatasetFacts:
         return frames
 
 
-def dataset_folder(dataset: Mapping[str, Any]) -> Path:
-    """Where the ``dataset`` node of a train config lies: its root, or LeRobot's cache."""
-    if dataset.get("root"):
-        return Path(dataset["root"])
-    from lerobot.utils.constants import HF_LEROBOT_HOME
-
-    return Path(HF_LEROBOT_HOME) / str(dataset["repo_id"])
-
-
 def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     """Read the metadata of the data set that a train config names.
 
@@ -73,23 +70,25 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     Raises:
         ValueError: no data set there, no task strings, or episodes that it does not have.
     """
-    root = dataset_folder(dataset)
+    root = folder_of(dataset)
     if not (root / "meta" / "info.json").is_file():
         raise ValueError(
             f"A plan reads the metadata of a LeRobotDataset; {root} has no meta/info.json. Record one with "
             "`lerobot data <source>`, set dataset.root, or fetch the metadata alone: "
             f"hf download {dataset.get('repo_id')} --repo-type dataset --include 'meta/*' --local-dir <dataset.root>."
         )
-    info = json.loads((root / "meta" / "info.json").read_text())
-    stats_path = root / "meta" / "stats.json"
-    stats = json.loads(stats_path.read_text()) if stats_path.is_file() else {}
-    features = info["features"]
+    tables = require_readable_metadata(root, dataset.get("episodes"))
+    join = complete_join(decode_join(f"dataset.{JOIN}", dataset.get(JOIN)), tables.features)
+    features, stats = joined_features(join, tables.features), joined_stats(join, tables.stats)
+    state_stats = stats.get("observation.state", {})
     return DatasetFacts(
         name=str(dataset.get("repo_id") or root.name),
-        episodes=_read_episodes(root, dataset.get("episodes"), CAMERA_IS_PAD in features),
+        episodes=_read_episodes(tables, CAMERA_IS_PAD in features),
         cameras={key: _channels_first(f["shape"]) for key, f in features.items() if f["dtype"] in ("image", "video")},
         widths={key: features[key]["shape"][0] for key in ("observation.state", "action") if key in features},
-        state_stats={name: _flat(values) for name, values in stats.get("observation.state", {}).items()},
+        state_stats={
+            name: np.asarray(values, dtype=float).reshape(-1).tolist() for name, values in state_stats.items()
+        },
     )
 
 
@@ -106,27 +105,15 @@ def padded_action_share(lengths: Sequence[int], chunk_size: int) -> float:
     return padded / (chunk_size * sum(lengths))
 
 
-def _read_episodes(root: Path, chosen: Sequence[int] | None, has_absent_cameras: bool) -> list[EpisodeFacts]:
-    import pandas
-
-    files = sorted((root / "meta" / "episodes").glob("**/*.parquet"))
-    if not files or not (root / "meta" / "tasks.parquet").is_file():
-        raise ValueError(
-            f"{root} has no meta/episodes or no meta/tasks.parquet, so episodes and task strings are unknown. "
-            "Record with a `task` in every frame, or convert the data set to LeRobotDataset v3.0."
-        )
-    columns = ["episode_index", "length", "tasks"]
-    table = pandas.concat([pandas.read_parquet(file, columns=columns) for file in files])
-    absent = _absent_cameras(root) if has_absent_cameras else {}
-    episodes = {
-        int(row.episode_index): EpisodeFacts(int(row.length), str(row.tasks[0]), absent.get(int(row.episode_index), 0))
-        for row in table.itertuples()
-    }
-    wanted = sorted(episodes) if chosen is None else list(chosen)
-    unknown = [index for index in wanted if index not in episodes]
-    if unknown:
-        raise ValueError(f"dataset.episodes must lie in 0..{max(episodes)}; got {', '.join(map(str, unknown))}.")
-    return [episodes[index] for index in wanted]
+def _read_episodes(tables: DatasetTables, has_absent_cameras: bool) -> list[EpisodeFacts]:
+    absent = _absent_cameras(tables.root) if has_absent_cameras else {}
+    columns = tables.episodes
+    episodes = []
+    for row in tables.rows_of_episodes:
+        number = int(columns["episode_index"][row])
+        task = str(columns["tasks"][row][0])
+        episodes.append(EpisodeFacts(int(columns["length"][row]), task, absent.get(number, 0)))
+    return episodes
 
 
 def _absent_cameras(root: Path) -> dict[int, int]:
@@ -142,7 +129,3 @@ def _absent_cameras(root: Path) -> dict[int, int]:
 
 def _channels_first(shape: Sequence[int]) -> list[int]:
     return list(shape) if shape[0] in (1, 3) else [shape[2], *shape[:2]]
-
-
-def _flat(values: Any) -> list[float]:
-    return [float(value) for value in values] if isinstance(values, list) else [float(values)]

@@ -14,7 +14,7 @@ from typing import Any
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.types import FeatureType
 
-from embodix.data.joined_columns import JOIN, decode_join
+from embodix.data.joined_columns import JOIN, complete_join, decode_join, joined_features
 
 MEMBERS, EVALUATE_AS, STATISTICS = "members", "evaluate_as", "statistics"
 HOST_FIELDS = ("image_transforms", "use_imagenet_stats", "streaming")
@@ -192,10 +192,19 @@ def require_local_members(spec: MixtureSpec) -> None:
                 f"{place}: the dataset at {root} has no task strings (meta/tasks.parquet is missing), which a "
                 "language-conditioned policy needs. Re-record with a `task` in every frame."
             )
-        features = json.loads(info_path.read_text())["features"]
+        features = _features(info_path)
+        features = joined_features(complete_join(member.join, features), features)
         lacking = [key for key in ("observation.state", "action") if key not in features]
         if lacking:
             raise ValueError(f"{place}: the dataset at {root} has no {' and no '.join(lacking)}.")
+
+
+def _features(info_path: Path) -> dict[str, Any]:
+    try:
+        features: dict[str, Any] = json.loads(info_path.read_text())["features"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{info_path} is no JSON object with features: {error!r}. Take an undamaged copy.") from error
+    return features
 
 
 CameraMap = Mapping[str, str | None]

@@ -8,7 +8,6 @@ data set is checked before the run starts.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from embodix.checks.dataset_check import statistics_choice
 from embodix.checks.exact_statistics import exact_statistics_of
+from embodix.checks.guard import require_readable_metadata
 from embodix.contracts import ShortenedTask
 from embodix.data.column_reads import read_columns
 from embodix.data.embodiments import MemberPostprocessor, ProcessorCall, ProcessorPair, member_config, save_embodiments
@@ -289,11 +289,16 @@ def require_trainable_dataset(host_cfg: TrainPipelineConfig, dataset_node: Mappi
         dataset_node: the config's ``dataset``, which may ask for a mixture.
 
     Raises:
-        ValueError: no dataset at an explicit root, no task strings, cameras that the policy and the dataset name
-            differently (both lists are printed), or a stream that upstream would not read whole.
+        ValueError: no dataset at an explicit root, no task strings, damaged metadata, episodes that it does not have,
+            cameras that the policy and the dataset name differently (both lists are printed), or a stream that upstream
+            would not read whole.
     """
     if is_mixture(dataset_node):
-        require_local_members(decode_mixture(dataset_node))
+        members = decode_mixture(dataset_node)
+        require_local_members(members)
+        for member in members.members:
+            if member.root is not None:
+                require_readable_metadata(Path(member.root), member.episodes)
         return
     if host_cfg.dataset.streaming:
         require_streamable(host_cfg)
@@ -311,8 +316,8 @@ def require_trainable_dataset(host_cfg: TrainPipelineConfig, dataset_node: Mappi
             f"The dataset at {root} has no task strings (meta/tasks.parquet is missing), which a language-conditioned "
             "policy needs. Re-record with a `task` in every frame, or convert it with upstream's dataset tools."
         )
-    info: dict[str, Any] = json.loads(info_path.read_text())
-    _require_known_cameras(host_cfg, info["features"])
+    tables = require_readable_metadata(root, host_cfg.dataset.episodes)
+    _require_known_cameras(host_cfg, tables.features)
 
 
 def _require_known_cameras(host_cfg: TrainPipelineConfig, features: dict[str, Any]) -> None:
