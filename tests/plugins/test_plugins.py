@@ -160,7 +160,7 @@ def test_a_name_registered_twice_leaves_the_second_plugin_out_and_names_both(mak
 def test_a_target_that_leaves_python_says_so(make_plugin, tmp_path):
     (tmp_path / "leaving_part.py").write_text("raise SystemExit(4)\n")
     registry = load_plugins([make_plugin("leaves", _registering("register_runners", "mine", "leaving_part:Thing"))])
-    with pytest.raises(PluginError, match="runner 'mine' of plugin 'leaves' cannot be imported .* SystemExit: 4"):
+    with pytest.raises(PluginError, match=r"runner 'mine' of plugin 'leaves' cannot be imported .* SystemExit: 4"):
         registry.resolve("runners", "mine")
 
 
