@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from embodix.cli.upstream_flags import EVAL, TRAIN
 from embodix.config.compose import config_packages
 from embodix.hookspecs import EmbodixSpec, hook_names
 from embodix.patching import patch_module, patch_names
@@ -140,12 +141,33 @@ def patches_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def upstream_flags_page() -> str:
+    """How each flag of upstream's commands is reached."""
+    lines = [
+        *("# Upstream's flags", "", MARK, ""),
+        "What `lerobot-train` and `lerobot-eval` take with two dashes, as an override of `lerobot train` (also of",
+        "`compare` and `plan`) and `lerobot eval`. `*` stands for the rest of a name; a field that no chosen option",
+        "has takes two pluses (`++policy.chunk_size=20` with `policy=upstream`). A command line of upstream's is",
+        "answered by its translation.",
+    ]
+    for title, table in (("lerobot-train", TRAIN), ("lerobot-eval", EVAL)):
+        lines += ["", f"## `{title}`", "", "| flag | override |", "|---|---|"]
+        lines += [f"| `--{flag}` | {_reached(flag, line)} |" for flag, line in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _reached(flag: str, line: str) -> str:
+    """The override, or why there is none."""
+    return f"none: {line[2:]}" if line.startswith("-") else f"`{line.replace('{value}', '<value>')}`"
+
+
 def pages() -> dict[str, str]:
     """Every generated page by its path in the repository."""
     return {
         "docs/hooks.md": hooks_page(),
         "docs/config-groups.md": config_groups_page(),
         "docs/patches.md": patches_page(),
+        "docs/upstream-flags.md": upstream_flags_page(),
     }
 
 

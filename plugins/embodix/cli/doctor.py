@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
+from embodix.cli.command_line import require_readable
 from embodix.cli.hydra_app import explain
 from embodix.config.compose import compose
 from embodix.doctor.console import show
@@ -48,6 +49,7 @@ def run(argv: list[str]) -> int:
 def _compose(config_name: str, overrides: list[str]) -> tuple[DictConfig | None, str | None]:
     """The config, or None and why it can't be composed: the rest of the examination goes on without it."""
     try:
+        require_readable(overrides)
         return compose(config_name, overrides), None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         return None, explain(error, config_name, overrides)

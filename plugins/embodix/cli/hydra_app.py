@@ -6,32 +6,31 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import functools
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from embodix.config.closed import did_you_mean, require_known_hydra_keys, require_known_keys
-from embodix.config.compose import CONFIG_MODULE, compose, config_names, register_schemas
+from embodix.cli.command_line import require_readable, split_words
+from embodix.cli.hints import USER_MISTAKES, hints_of
+from embodix.config.closed import require_known_hydra_keys, require_known_keys
+from embodix.config.compose import CONFIG_MODULE, register_schemas
 from embodix.patching import PatchError
 from embodix.training.stopped import RunStoppedError
 
 CONFIG_PACKAGE = f"pkg://{CONFIG_MODULE}"
 FULL_ERROR = "HYDRA_FULL_ERROR"
+WRONG_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 NO_ROOM = "Make room; what was finished before is whole, and a run or evaluation is resumed with resume=<folder>."
 NOT_ALLOWED = "Give a folder that can be written, with hydra.run.dir=<folder>."
@@ -39,36 +38,51 @@ CANNOT_BE_WRITTEN = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), NO_ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), NOT_ALLOWED),
 }
-USER_MISTAKES = (HydraException, OmegaConfBaseException)
 
 
 def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: list[str]) -> int:
     """Compose ``config_name`` with the overrides in ``argv`` and run ``task`` on it.
 
     Returns:
-        0, or 1 after a user's mistake, or why a run stopped itself, was printed (HYDRA_FULL_ERROR=1 shows the
-        traceback).
+        0, 1 after a user's mistake, or why a run stopped itself, was printed (HYDRA_FULL_ERROR=1 shows the traceback),
+        or 2 for flags that there are none of.
     """
     sys.argv = [sys.argv[0], *argv]
+    words, flags = split_words(argv)
+    if flags:
+        return refuse_flags(config_name, argv, flags)
     wants_traceback = os.environ.get(FULL_ERROR) == "1"
     os.environ[FULL_ERROR] = "1"  # Hydra then raises instead of printing and leaving
     try:
         register_schemas(config_name)
+        require_readable(words)
         hydra.main(version_base="1.3", config_path=CONFIG_PACKAGE, config_name=config_name)(_closed(task))()
-    except (*USER_MISTAKES, ValueError, PatchError, RunStoppedError, FileNotFoundError, FileExistsError) as error:
+    except OSError as error:
+        if wants_traceback or (error.errno not in CANNOT_BE_WRITTEN and not isinstance(error, WRONG_PATHS)):
+            raise
+        print(f"error: {error} {CANNOT_BE_WRITTEN.get(error.errno or 0, '')}".rstrip(), file=sys.stderr)
+        return 1
+    except (*USER_MISTAKES, ValueError, PatchError, RunStoppedError) as error:
         if wants_traceback:
             raise
-        print(f"error: {explain(error, config_name, argv)}", file=sys.stderr)
+        print(f"error: {explain(error, config_name, words)}", file=sys.stderr)
         print("(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if wants_traceback or error.errno not in CANNOT_BE_WRITTEN:
-            raise
-        print(f"error: {error}. {CANNOT_BE_WRITTEN[error.errno]}", file=sys.stderr)
         return 1
     finally:
         os.environ[FULL_ERROR] = "1" if wants_traceback else "0"
     return 0
+
+
+def refuse_flags(verb: str, argv: Sequence[str], flags: Sequence[str]) -> int:
+    """Answer flags with dashes by the overrides that do the same; 2, as every program does for flags it lacks."""
+    from embodix.cli.upstream_flags import TABLES, translate
+
+    print(f"error: {verb} takes overrides without dashes, key=value; got {' '.join(flags)}.", file=sys.stderr)
+    if verb in TABLES and any(flag.startswith("--") for flag in flags):
+        overrides, refusals = translate(verb, argv)
+        print("".join(f"{refusal}\n" for refusal in refusals), end="", file=sys.stderr)
+        print(f"In its words: {shlex.join([*sys.argv[0].split(), *overrides])}", file=sys.stderr)
+    return 2
 
 
 def _closed(task: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
@@ -98,15 +112,13 @@ def write_hydra_record(cfg: DictConfig) -> None:
     OmegaConf.save(hydra_cfg.overrides.task, folder / "overrides.yaml")
 
 
-def explain(error: BaseException, config_name: str, argv: list[str]) -> str:
-    """The error's own message, followed by the nearest existing name for each override that has none."""
+def explain(error: BaseException, config_name: str, words: Sequence[str]) -> str:
+    """The error's own message, followed by what to do about each override that has no place."""
     message = _without_worker_trace(str(error).strip())
     cause = error.__cause__
     if cause is not None and str(cause).strip() not in message and isinstance(error, HydraException):
         message += f"\n{cause}"
-    hints = []
-    if isinstance(error, USER_MISTAKES):
-        hints = _nearest_hints(config_name, [word for word in argv if "=" in word and not word.startswith("-")])
+    hints = hints_of(config_name, words) if isinstance(error, USER_MISTAKES) else []
     return "\n".join([message, *hints])
 
 
@@ -114,85 +126,3 @@ def _without_worker_trace(message: str) -> str:
     """What was said in a loader's worker process, of which torch makes a message with the whole traceback."""
     named = list(re.finditer(r"^[\w.]+Error: ", message, re.MULTILINE))
     return message[named[-1].end() :] if named and re.match(r"Caught \w+ in DataLoader worker", message) else message
-
-
-def _nearest_hints(config_name: str, words: list[str]) -> list[str]:
-    overrides = _parsable_overrides(words)
-    if misplaced := _misplaced_hints(config_name, overrides):
-        return misplaced
-    keys, groups = _known_names(config_name, overrides)
-    hints = []
-    for override in overrides:
-        name = override.key_or_group
-        if name in groups:
-            hints += _option_hint(name, str(override.value()), groups[name])
-        elif name not in keys and not name.startswith("hydra"):
-            known = sorted({*keys, *groups})
-            parent = name.rpartition(".")[0]
-            is_near = difflib.get_close_matches(name, known) or parent not in groups
-            hint = did_you_mean(name, known) if is_near else _choose_first(parent, groups[parent])
-            hints.append(f"{name!r} is neither a group nor a field of {config_name}; {hint}")
-    return hints
-
-
-def _misplaced_hints(config_name: str, overrides: list[Override]) -> list[str]:
-    """For experiments of other commands."""
-    hints = []
-    for line in (str(o.input_line) for o in overrides if o.key_or_group == "experiment"):
-        if _composes(config_name, line):
-            continue
-        if fitting := [name for name in config_names() if name != config_name and _composes(name, line)]:
-            hints.append(f"{line} belongs to {', '.join(fitting)}; {config_name} can't have it.")
-    return hints
-
-
-def _composes(config_name: str, override: str) -> bool:
-    try:
-        compose(config_name, [override])
-    except (*USER_MISTAKES, ValueError):
-        return False
-    return True
-
-
-def _parsable_overrides(words: list[str]) -> list[Override]:
-    """Those that follow Hydra's grammar; for the others Hydra's own message is all there is to say."""
-    parser = OverridesParser.create()
-    parsed = []
-    for word in words:
-        try:
-            parsed += parser.parse_overrides([word])
-        except HydraException:
-            continue
-    return parsed
-
-
-def _option_hint(group: str, value: str, options: list[str]) -> list[str]:
-    chosen = [option for option in re.split(r"[,\[\]\s]+", value) if option and option not in options]
-    return [
-        f"{option!r} is no option of group {group!r} ({', '.join(options)}); " + did_you_mean(option, options)
-        for option in chosen
-        if option != "None"
-    ]
-
-
-def _choose_first(group: str, options: list[str]) -> str:
-    return f"choose an option of group {group!r} that has it: {group}=... ({', '.join(options)})."
-
-
-def _known_names(config_name: str, overrides: list[Override]) -> tuple[list[str], dict[str, list[str]]]:
-    """Every field (dotted) of the config with the options chosen so far, and every group with its options."""
-    with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        groups = {group: loader.get_group_options(group) for group in loader.list_groups("")}
-        chosen = [o.input_line for o in overrides if o.value() in groups.get(o.key_or_group, [])]
-        config = hydra.compose(config_name, overrides=[line for line in chosen if line is not None])
-    keys: list[str] = []
-    _collect_keys(OmegaConf.to_container(config, resolve=False), "", keys)
-    return keys, groups
-
-
-def _collect_keys(node: Any, prefix: str, keys: list[str]) -> None:
-    if isinstance(node, dict):
-        for key, value in node.items():
-            keys.append(f"{prefix}{key}")
-            _collect_keys(value, f"{prefix}{key}.", keys)
