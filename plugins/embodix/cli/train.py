@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app, write_hydra_record
+from embodix.cli.ranks import with_first_ranks_folder
 from embodix.training.run_folder import is_first_rank
 
 
@@ -47,7 +48,7 @@ def limit_threads_for_launcher(launcher: Any) -> None:
 
 def run(argv: list[str]) -> int:
     try:
-        return run_hydra_app("train", train_task, argv)
+        return run_hydra_app("train", train_task, with_first_ranks_folder("train", argv))
     except KeyboardInterrupt as interruption:
         if is_first_rank():
             print(str(interruption) or "Interrupted; the last checkpoint is whole.", file=sys.stderr)
