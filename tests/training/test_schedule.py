@@ -109,7 +109,7 @@ def test_steps_that_change_no_learning_rate_need_no_choice(checkpoint):
 def test_what_was_chosen_once_is_kept(checkpoint):
     folder = checkpoint(steps=120, trained=90, advances=30, kept=RunSchedule(60, 60))
     assert resumed_schedule(ScheduleSettings(), host(120), folder) == RunSchedule(60, 60)
-    with pytest.raises(ValueError, match="built for 60 steps. Built for 80"):
+    with pytest.raises(ValueError, match=r"built for 60 steps\. Built for 80"):
         resumed_schedule(ScheduleSettings(), host(140), folder)
 
 

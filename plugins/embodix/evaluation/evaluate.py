@@ -15,11 +15,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.checkpoints.env_features import env_name
 from embodix.checkpoints.model_folder import ModelFolder, find_model
-from embodix.checkpoints.policy_loading import loaded_policy
+from embodix.checkpoints.policy_loading import LoadedPolicy, loaded_policy
 from embodix.config.compose import options_of
 from embodix.contracts import Simulators
 from embodix.evaluation.actors import Actor, ExpertActor, ReplayActor
-from embodix.evaluation.choices import check_choices, name_checkpoints, needs_policy, policy_choices
+from embodix.evaluation.choices import (
+    NamedCheckpoint,
+    check_choices,
+    name_checkpoints,
+    needs_policy,
+    policy_choices,
+)
 from embodix.evaluation.controls import PolicyActors, mean_action_sequence
 from embodix.evaluation.engine import EngineSettings
 from embodix.evaluation.episodes import plan_episodes
@@ -58,7 +64,8 @@ def run_evaluation(cfg: DictConfig, overrides: Sequence[str], output_dir: Path) 
     Raises:
         ValueError: a mistake in the config, the checkpoint or the environment; the message says what to do.
     """
-    checkpoints = {name: find_model(path) for name, path in name_checkpoints(_plain(cfg.checkpoint)).items()}
+    named = name_checkpoints(_plain(cfg.checkpoint))
+    checkpoints = {name: find_model(checkpoint.path) for name, checkpoint in named.items()}
     check_choices(cfg, list(checkpoints))
     if cfg.resume is None:
         _require_new(output_dir)
@@ -66,7 +73,9 @@ def run_evaluation(cfg: DictConfig, overrides: Sequence[str], output_dir: Path) 
     with EvaluationProgress() as progress:
         evaluator = _Evaluator(cfg, overrides, env_cfg, output_dir, progress)
         if needs_policy(cfg.actor):
-            folders = [evaluator.evaluate(name, source, len(checkpoints)) for name, source in checkpoints.items()]
+            folders = [
+                evaluator.evaluate(name, named[name], source, len(named)) for name, source in checkpoints.items()
+            ]
         else:
             folders = [evaluator.evaluate_controller(next(iter(checkpoints.values()), None))]
     evaluated = [_read(folder, output_dir) for folder in folders]
@@ -95,10 +104,10 @@ class _Evaluator:
         self._session = EvaluationSession(simulators, episodes, _engine_settings(cfg), progress)
         self._shared: dict[str, ActorRun] = {}
 
-    def evaluate(self, name: str, source: ModelFolder, num_checkpoints: int) -> Path:
+    def evaluate(self, name: str, named: NamedCheckpoint, source: ModelFolder, num_checkpoints: int) -> Path:
         """A checkpoint and its controls; returns the folder of its results."""
         folder = self._output_dir / name if num_checkpoints > 1 else self._output_dir
-        with loaded_policy(source, self._env_cfg, self._choices) as loaded:
+        with loaded_policy(source, self._env_cfg, named.applied_to(self._choices)) as loaded:
             actor = PolicyActors(loaded, self._env_cfg, name, self._cfg.wrong_prompt, source.trained_instructions())
             if "wrong_prompt" in self._cfg.controls:
                 actor.require_wrong_prompt(self._session.simulators.tasks)
@@ -109,10 +118,8 @@ class _Evaluator:
                 else self._controller(control, source)
                 for control in self._cfg.controls
             }
-            support = support_of(source.policy_type())
-            shortened = [task.sentence for task in support.shortened_so_far(loaded.preprocessor)]
-            notes = [*loaded.notes, *actor.unseen_instructions(main.instructions), *shortened]
-            description = {**loaded.description, "notes": notes}
+            notes = [*loaded.notes, *_remarks(loaded), *actor.unseen_instructions(main.instructions)]
+            description = {**loaded.description, "notes": notes, "changes": named.changes}
         self._write(folder, name, source.model, description, main, controls)
         return folder
 
@@ -171,6 +178,21 @@ class _Evaluator:
             "wrong_prompt": self._cfg.wrong_prompt,
             "resumed": self._session.resumed,
         }
+
+
+def _remarks(loaded: LoadedPolicy) -> list[str]:
+    """Where a policy executes all that it predicts, and where its prompts were too long."""
+    config: Any = loaded.policy.config
+    shortened = [task.sentence for task in support_of(config.type).shortened_so_far(loaded.preprocessor)]
+    steps = getattr(config, "n_action_steps", 1)
+    if steps == 1 or steps != getattr(config, "chunk_size", None):
+        return shortened
+    return [
+        *shortened,
+        f"all {steps} actions of each chunk are executed before the policy looks again (n_action_steps = chunk_size); "
+        "beside it with fewer: 'checkpoint={all: <path>, few: {path: <path>, policy.n_action_steps: "
+        f"{max(1, steps // 5)}}}}}'.",
+    ]
 
 
 def _simulators(env_cfg: EnvConfig) -> Simulators:

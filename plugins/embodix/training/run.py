@@ -80,6 +80,11 @@ def run_training(cfg: DictConfig, overrides: list[str]) -> RunResult:
     require_landed_groups(cfg)
     host_cfg = host_config_of_checkpoint(checkpoint.config_path, added)
     host_cfg.output_dir = checkpoint.folder.parent.parent
+    if checkpoint.step >= host_cfg.steps:
+        logging.warning(
+            f"{checkpoint.folder} has all of its {host_cfg.steps} steps: nothing is left to train. "
+            f"train.steps={2 * host_cfg.steps} would train as many again."
+        )
     return _run(cfg, host_cfg, merged, checkpoint, resumed_schedule(cfg.schedule, host_cfg, checkpoint.folder))
 
 
