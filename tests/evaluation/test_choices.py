@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from embodix.checkpoints.env_features import require_fitting_features
 from embodix.checkpoints.model_folder import find_model
+from embodix.checkpoints.policy_loading import PolicyChoices
 from embodix.config.compose import compose, options_of
 from embodix.evaluation.choices import check_choices, name_checkpoints, policy_choices
 from embodix.evaluation.controls import other_instructions
@@ -164,3 +165,28 @@ def test_every_environment_composes_and_decodes_without_its_simulator(option: st
     assert "action" in env.features_map.values()
     if option == "pusht":
         assert env == PushtEnv()
+
+
+def test_one_checkpoint_stands_beside_itself_with_other_settings() -> None:
+    word = "{one: {path: a, policy.n_action_steps: 1}, all: a, packed: {path: a, packing: x}}"
+    value = compose("eval", [f"checkpoint={word}"])
+    found = name_checkpoints(OmegaConf.to_container(value.checkpoint))
+    assert list(found) == ["one", "all", "packed"]
+    assert {checkpoint.path for checkpoint in found.values()} == {"a"}
+    command = PolicyChoices(policy={"device": "cpu", "n_action_steps": 9}, features=["packing=none", "attention=auto"])
+    assert found["one"].applied_to(command).policy == {"device": "cpu", "n_action_steps": 1}
+    assert found["all"].applied_to(command) == command
+    assert found["packed"].applied_to(command).features == ["attention=auto", "packing=x"]
+    assert found["one"].changes == ["policy.n_action_steps=1"]
+    assert found["all"].changes == []
+
+
+@pytest.mark.parametrize("entry", [{"policy.n_action_steps": 1}, {"path": "a", "eval.n_episodes": 1}, {"path": 3}])
+def test_settings_that_are_none_of_a_checkpoints(entry: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint=\{one: .*has the path of a checkpoint, fields of its policy"):
+        name_checkpoints({"one": entry})
+
+
+def test_a_rename_map_is_a_mapping() -> None:
+    with pytest.raises(ValueError, match=r"rename_map=\{<environment key>: <policy key>\}; got 'abc'"):
+        policy_choices(compose("eval", ["rename_map=abc"]), [])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,15 @@ def test_the_order_is_taken_up_where_it_was(in_files: Path, demonstrations: Path
     assert trained_indices([f"resume={resumed}"]) == seen[30:]
     ours, theirs = read_steps(resumed / "steps.jsonl"), read_steps(whole / "steps.jsonl")
     assert [record.loss for record in ours] == [record.loss for record in theirs]
+
+
+def test_images_that_are_not_normalised_need_no_statistics(demonstrations: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(demonstrations, tmp_path / "data")
+    path = root / "meta" / "stats.json"
+    stats = {key: value for key, value in json.loads(path.read_text()).items() if "images" not in key}
+    path.write_text(json.dumps(stats))
+    options = ["train.steps=1", "train.save_checkpoint=false"]
+    assert len(train_here(small_run(root, *options, f"train.output_dir={tmp_path}/run")).records) == 1
+    path.write_text(json.dumps({key: value for key, value in stats.items() if key != "action"}))
+    with pytest.raises(ValueError, match=r"the data set .*action lacks q01 and q99.*dataset.statistics=exact"):
+        train_here(small_run(root, *options, f"train.output_dir={tmp_path}/other"))

@@ -44,6 +44,21 @@ def require_fitting_features(
     return _missing_cameras(_cameras(expected, blank), _cameras(provided, blank), env_cfg)
 
 
+def require_provided(env_cfg: EnvConfig, rename_map: Mapping[str, str]) -> None:
+    """Refuse a rename of what an environment does not have.
+
+    Raises:
+        ValueError: names the keys that it has.
+    """
+    provided = list(env_to_policy_features(env_cfg))
+    unknown = [key for key in rename_map if key not in provided]
+    if unknown:
+        raise ValueError(
+            f"rename_map goes from the environment's keys to the policy's; env.type={env_name(env_cfg)} has no "
+            f"{', '.join(unknown)}. It has {', '.join(provided)}."
+        )
+
+
 def _require_size(key: str, wanted: PolicyFeature, found: PolicyFeature | None, env_cfg: EnvConfig) -> None:
     if found is None:
         raise ValueError(

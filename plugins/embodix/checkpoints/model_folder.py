@@ -17,7 +17,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TRAIN_CONFIG_NAME
 from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.utils.constants import CHECKPOINTS_DIR, LAST_CHECKPOINT_LINK, PRETRAINED_MODEL_DIR
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from embodix.config.compose import compose_train, merge_overrides
 from embodix.contracts import CheckpointQuantizer, StoredWeight
@@ -141,7 +141,7 @@ class ModelFolder:
         """
         config = Path(self.model) / CONFIG_FILE
         if config.is_file():
-            return str(json.loads(config.read_text())["type"])
+            return str(read_json(config)["type"])
         try:
             return str(PreTrainedConfig.from_pretrained(self.model).type)
         except (OSError, HFValidationError) as error:
@@ -175,13 +175,19 @@ class ModelFolder:
         Raises:
             ValueError: overrides of the run that no longer compose.
         """
+        recorded = self.recorded_overrides(policy_type)
         try:
-            cfg = compose_train(merge_overrides(self.recorded_overrides(policy_type), added))
+            cfg = compose_train(merge_overrides(recorded, added))
         except Exception as error:  # Hydra's and OmegaConf's errors have no class in common
             raise ValueError(
                 f"The overrides of the run that trained {self.model} do not compose here: {error}. Is a plugin or a "
                 f"config missing? They are in {self.run_files / OVERRIDES_FILE}."
             ) from error
+        if OmegaConf.is_missing(cfg, "policy"):
+            raise ValueError(
+                f"{self.run_files / OVERRIDES_FILE} names no policy that is installed here: {self.overrides}. Install "
+                "the plugin that has it."
+            )
         if self.architecture is not None:
             cfg.architecture = self.architecture
         return cfg
@@ -190,15 +196,13 @@ class ModelFolder:
         """The model of the embodiment that a mixture is evaluated as; the folder itself for any other run."""
         if not is_mixture(cfg.dataset) or self.run_files != Path(self.model):
             return self
-        from omegaconf import OmegaConf
-
         node: Any = OmegaConf.to_container(cfg.dataset, resolve=True)
         folder = embodiment_folder(self.run_files, decode_mixture(node).evaluate_as)
         return ModelFolder(str(folder), self.run_files)
 
     def _json(self, name: str) -> Any:
         path = self.run_files / name
-        return json.loads(path.read_text()) if path.is_file() else None
+        return read_json(path) if path.is_file() else None
 
 
 def find_model(path: Path | str) -> ModelFolder:
@@ -235,7 +239,22 @@ def is_dataset(root: str) -> bool:
 
 def _is_model(folder: Path) -> bool:
     config = folder / CONFIG_FILE
-    return config.is_file() and "type" in json.loads(config.read_text())
+    return config.is_file() and "type" in read_json(config)
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of a checkpoint.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:  # not text, or not JSON
+        raise ValueError(
+            f"{path} is no JSON ({error}): the checkpoint is damaged. Copy the file from where it was written, or give "
+            "another checkpoint."
+        ) from error
 
 
 def _model_at(folder: Path) -> ModelFolder:

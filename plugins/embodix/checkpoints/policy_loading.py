@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass, field, fields, replace
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from draccus.utils import DraccusException
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.envs.configs import EnvConfig
-from lerobot.policies.factory import make_policy, make_pre_post_processors
+from lerobot.policies.factory import make_policy
 from omegaconf import DictConfig
 
-from embodix.checkpoints.env_features import require_fitting_features
+from embodix.checkpoints.env_features import require_fitting_features, require_provided
 from embodix.checkpoints.model_folder import ModelFolder
+from embodix.checkpoints.processor_files import load_processors
 from embodix.config.train_schema import NamedChoice
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patched
@@ -79,6 +83,7 @@ def loaded_policy(source: ModelFolder, env_cfg: EnvConfig, choices: PolicyChoice
         patches = stack.enter_context(prepared_host(source, cfg, choices.tokenizer))
         policy_cfg = policy_config(source, choices.policy)
         pre, post = _processors(policy_cfg, source, choices.rename_map)
+        require_provided(env_cfg, choices.rename_map or {})
         notes = require_fitting_features(policy_cfg, env_cfg, _rename_map(pre))
         policy = bare_policy(make_policy(cfg=policy_cfg, env_cfg=env_cfg, rename_map=_rename_map(pre))).eval()
         features = stack.enter_context(_features(policy, cfg, source))
@@ -119,11 +124,49 @@ def prepared_host(source: ModelFolder, cfg: DictConfig, tokenizer: str | None = 
 
 
 def policy_config(source: ModelFolder, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """The checkpoint's config with the fields of this command, as upstream's command line changes them."""
-    overrides = [f"--{name}={_argument(value)}" for name, value in changes.items() if value is not None]
-    config = PreTrainedConfig.from_pretrained(source.model, cli_overrides=overrides)
+    """The checkpoint's config with the fields of this command, as upstream's command line changes them.
+
+    Raises:
+        ValueError: a config or a field that upstream refuses, or no action to execute.
+    """
+    changed = {name: value for name, value in changes.items() if value is not None}
+    _require_fields(source.policy_type(), changed)
+    overrides = [f"--{name}={_argument(value)}" for name, value in changed.items()]
+    try:
+        with redirect_stderr(StringIO()) as printed:  # where the argument parser says what it leaves the process for
+            config = PreTrainedConfig.from_pretrained(source.model, cli_overrides=overrides)
+    except (DraccusException, SystemExit) as error:
+        reason = printed.getvalue().strip().rpartition("error: ")[2] if isinstance(error, SystemExit) else str(error)
+        cause = f" {error.__cause__}" if error.__cause__ is not None else ""
+        raise ValueError(
+            f"Upstream refuses the config of {source.model}, with {changed or 'nothing'} changed by the command: "
+            f"{reason}{cause}"
+        ) from error
+    wanted = changed.get("device")
+    if wanted is not None and torch.device(str(wanted)) != torch.device(str(config.device)):
+        raise ValueError(
+            f"policy.device={wanted} was asked for, and upstream falls back to {config.device}: there is no such "
+            "device here. Leave policy.device out, or choose one that `embodix doctor` shows."
+        )
+    if getattr(config, "n_action_steps", 1) < 1:
+        raise ValueError(f"policy.n_action_steps must be at least 1; got {config.n_action_steps}.")
     config.pretrained_path = Path(source.model)
     return config
+
+
+def _require_fields(policy_type: str, changed: Mapping[str, Any]) -> None:
+    """Upstream's argument parser takes the beginning of a field's name for the field."""
+    if policy_type not in PreTrainedConfig.get_known_choices():
+        raise ValueError(
+            f"LeRobot has no policy.type={policy_type}, which the checkpoint is of: is the plugin that brings it "
+            f"missing? Known: {', '.join(sorted(PreTrainedConfig.get_known_choices()))}."
+        )
+    known = [known_field.name for known_field in fields(PreTrainedConfig.get_choice_class(policy_type))]
+    for name in changed:
+        if name.partition(".")[0] not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+            raise ValueError(f"policy.{name} is no field of the config of policy.type={policy_type}; {hint}")
 
 
 def _argument(value: Any) -> str:
@@ -135,7 +178,7 @@ def _processors(config: PreTrainedConfig, source: ModelFolder, rename_map: Mappi
     overrides: dict[str, Any] = {"device_processor": {"device": str(config.device)}}
     if rename_map is not None:
         overrides["rename_observations_processor"] = {"rename_map": dict(rename_map)}
-    return make_pre_post_processors(config, pretrained_path=source.model, preprocessor_overrides=overrides)
+    return load_processors(config, source.model, overrides)
 
 
 def _rename_map(preprocessor: Any) -> dict[str, str]:

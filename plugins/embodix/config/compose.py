@@ -113,8 +113,11 @@ def begun_overrides(folder: Path, config_name: str, verb: str, key: str, overrid
         ValueError: no such run in the folder, or other overrides.
     """
     recorded, job = folder / ".hydra" / "overrides.yaml", folder / ".hydra" / "hydra.yaml"
-    if not recorded.is_file() or OmegaConf.load(job).hydra.job.config_name != config_name:
+    if not recorded.is_file() or not job.is_file():
         raise ValueError(f"{key}={folder} is no folder of `{verb}` ({recorded} is missing).")
+    begun = OmegaConf.load(job).hydra.job.config_name
+    if begun != config_name:
+        raise ValueError(f"{key}={folder} is no folder of `{verb}`: it was begun by the command of the config {begun}.")
     others = [word for word in overrides if not word.startswith(f"{key}=")]
     if others:
         raise ValueError(f"A run of `{verb}` is resumed as it was begun; leave out {', '.join(others)}.")

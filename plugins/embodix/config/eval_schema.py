@@ -54,7 +54,7 @@ class EvalApp:
 
     Attributes:
         checkpoint: a run, checkpoint or model folder, or a model on the hub; a list, or a mapping of names, for several
-            on the same episodes.
+            on the same episodes. In a mapping, ``{path: ..., policy.n_action_steps: 1}`` changes one of them alone.
         actor: what acts: ``policy``, or ``expert``, ``blind``, ``blank_image``, ``wrong_prompt``.
         controls: those of the latter four that are run beside it.
         wrong_prompt: what the wrong-prompt control says; null for another task's instruction.

@@ -6,12 +6,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from embodix.checkpoints.policy_loading import PolicyChoices
+from embodix.config.compose import merge_overrides
 
 ACTORS = ("policy", "expert", "blind", "blank_image", "wrong_prompt")
 OF_THE_POLICY = ("policy", "blank_image", "wrong_prompt")
@@ -56,6 +58,11 @@ def needs_policy(actor: str) -> bool:
 def policy_choices(cfg: DictConfig, overrides: Sequence[str]) -> PolicyChoices:
     """What the command changes of the checkpoint: the feature groups that it names, and fields of the policy."""
     policy: Any = OmegaConf.to_container(cfg.policy, resolve=True)
+    if cfg.rename_map is not None and not OmegaConf.is_dict(cfg.rename_map):
+        raise ValueError(
+            "rename_map goes from the environment's keys to the policy's: "
+            f"rename_map={{<environment key>: <policy key>}}; got {cfg.rename_map!r}."
+        )
     rename_map: Any = OmegaConf.to_container(cfg.rename_map) if cfg.rename_map is not None else None
     return PolicyChoices(
         features=[override for override in overrides if _names_a_feature(override)],
@@ -77,19 +84,76 @@ def _require_known(place: str, name: str, known: Sequence[str]) -> None:
         raise ValueError(f"{place} must be one of {', '.join(known)}; got {name!r}.{hint}")
 
 
-def name_checkpoints(value: Any) -> dict[str, str]:
-    """Name -> path of the checkpoints that a command names: one, a list, or a mapping with the names for the report.
+@dataclass(frozen=True)
+class NamedCheckpoint:
+    """A checkpoint, and what is changed of it alone.
+
+    Attributes:
+        path: folder, file or name on the hub.
+        policy: fields of the policy's config.
+        features: overrides of feature groups.
+    """
+
+    path: str
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    features: Sequence[str] = ()
+
+    @property
+    def changes(self) -> list[str]:
+        """As a command line says them."""
+        return [*(f"policy.{name}={value}" for name, value in self.policy.items()), *self.features]
+
+    def applied_to(self, choices: PolicyChoices) -> PolicyChoices:
+        """The command's choices with those of this checkpoint over them."""
+        return replace(
+            choices,
+            policy={**choices.policy, **self.policy},
+            features=merge_overrides(list(choices.features), list(self.features)),
+        )
+
+
+def name_checkpoints(value: Any) -> dict[str, NamedCheckpoint]:
+    """Name -> checkpoint of those that a command names: one, a list, or a mapping with the names for the report.
+
+    In a mapping, a checkpoint is its path or ``{path: ..., policy.<field>: ..., <feature group>: ...}``, so that one
+    checkpoint can stand beside itself with other settings.
 
     Returns:
         Empty for None.
 
     Raises:
-        ValueError: not a path, list or mapping of paths, one twice, or a name that can't be a folder's.
+        ValueError: not a path, list or mapping of paths, one twice, settings that are none of a checkpoint's, or a name
+            that can't be a folder's.
     """
     if value is None:
         return {}
     if isinstance(value, str | Path):
-        return {_name(str(value), 1): str(value)}
+        return {_name(str(value), 1): NamedCheckpoint(str(value))}
+    if isinstance(value, Mapping):
+        settings = {str(name): entry for name, entry in value.items() if isinstance(entry, Mapping)}
+        own = {name: _with_settings(name, entry) for name, entry in settings.items()}
+        plain = _name_paths({name: entry for name, entry in value.items() if str(name) not in own})
+        _name_paths({name: checkpoint.path for name, checkpoint in own.items()})
+        found = own | {name: NamedCheckpoint(path) for name, path in plain.items()}
+        return {str(name): found[str(name)] for name in value}
+    return {name: NamedCheckpoint(path) for name, path in _name_paths(value).items()}
+
+
+def _with_settings(name: str, entry: Mapping[str, Any]) -> NamedCheckpoint:
+    settings = {str(key): value for key, value in entry.items() if key != "path"}
+    policy = {key.removeprefix("policy."): value for key, value in settings.items() if key.startswith("policy.")}
+    features = {key: value for key, value in settings.items() if key.partition(".")[0] in FEATURE_GROUPS}
+    unknown = [key for key in settings if not key.startswith("policy.") and key not in features]
+    if not isinstance(entry.get("path"), str | Path) or unknown:
+        raise ValueError(
+            f"checkpoint={{{name}: {{path: ..., ...}}}} has the path of a checkpoint, fields of its policy "
+            f"(policy.n_action_steps: 5) and feature groups ({', '.join(FEATURE_GROUPS)}); got {dict(entry)}."
+        )
+    return NamedCheckpoint(str(entry["path"]), policy, [f"{key}={value}" for key, value in features.items()])
+
+
+def _name_paths(value: Any) -> dict[str, str]:
+    """Name -> path, of a list of paths or a mapping of names."""
     if isinstance(value, Mapping):
         named = {str(name): path for name, path in value.items()}
     elif isinstance(value, Sequence):

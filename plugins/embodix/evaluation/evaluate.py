@@ -15,11 +15,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.checkpoints.env_features import env_name
 from embodix.checkpoints.model_folder import ModelFolder, find_model
-from embodix.checkpoints.policy_loading import loaded_policy
+from embodix.checkpoints.policy_loading import LoadedPolicy, loaded_policy
 from embodix.config.compose import options_of
 from embodix.contracts import Simulators
 from embodix.evaluation.actors import Actor, ExpertActor, ReplayActor
-from embodix.evaluation.choices import check_choices, name_checkpoints, needs_policy, policy_choices
+from embodix.evaluation.choices import (
+    NamedCheckpoint,
+    check_choices,
+    name_checkpoints,
+    needs_policy,
+    policy_choices,
+)
 from embodix.evaluation.controls import PolicyActors, mean_action_sequence
 from embodix.evaluation.engine import EngineSettings
 from embodix.evaluation.episodes import plan_episodes
@@ -70,7 +76,8 @@ def run_evaluation(
 def _evaluate(
     cfg: DictConfig, overrides: Sequence[str], output_dir: Path, begun: Callable[[], None]
 ) -> list[Evaluation]:
-    paths = name_checkpoints(_plain(cfg.checkpoint))
+    named = name_checkpoints(_plain(cfg.checkpoint))
+    paths = {name: checkpoint.path for name, checkpoint in named.items()}
     recorded = None if cfg.resume is None else EvaluationIdentity.load(output_dir)
     if recorded is not None:  # the folders themselves: `last` may have moved since
         paths = {name: str(content["model"]) for name, content in recorded.checkpoints.items()}
@@ -87,7 +94,9 @@ def _evaluate(
     with EvaluationProgress() as progress:
         evaluator = _Evaluator(cfg, overrides, env_cfg, output_dir, progress, identity)
         if needs_policy(cfg.actor):
-            folders = [evaluator.evaluate(name, source, len(checkpoints)) for name, source in checkpoints.items()]
+            folders = [
+                evaluator.evaluate(name, named[name], source, len(named)) for name, source in checkpoints.items()
+            ]
         else:
             folders = [evaluator.evaluate_controller(next(iter(checkpoints.values()), None))]
     evaluated = [_read(folder, output_dir) for folder in folders]
@@ -118,10 +127,10 @@ class _Evaluator:
         self._session = EvaluationSession(simulators, episodes, _engine_settings(cfg), progress)
         self._shared: dict[str, ActorRun] = {}
 
-    def evaluate(self, name: str, source: ModelFolder, num_checkpoints: int) -> Path:
+    def evaluate(self, name: str, named: NamedCheckpoint, source: ModelFolder, num_checkpoints: int) -> Path:
         """A checkpoint and its controls; returns the folder of its results."""
         folder = self._output_dir / name if num_checkpoints > 1 else self._output_dir
-        with loaded_policy(source, self._env_cfg, self._choices) as loaded:
+        with loaded_policy(source, self._env_cfg, named.applied_to(self._choices)) as loaded:
             actor = PolicyActors(loaded, self._env_cfg, name, self._cfg.wrong_prompt, source.trained_instructions())
             if "wrong_prompt" in self._cfg.controls:
                 actor.require_wrong_prompt(self._session.simulators.tasks)
@@ -132,10 +141,8 @@ class _Evaluator:
                 else self._controller(control, source)
                 for control in self._cfg.controls
             }
-            support = support_of(source.policy_type())
-            shortened = [task.sentence for task in support.shortened_so_far(loaded.preprocessor)]
-            notes = [*loaded.notes, *actor.unseen_instructions(main.instructions), *shortened]
-            description = {**loaded.description, "notes": notes}
+            notes = [*loaded.notes, *_remarks(loaded), *actor.unseen_instructions(main.instructions)]
+            description = {**loaded.description, "notes": notes, "changes": named.changes}
         self._write(folder, name, source.model, description, main, controls)
         return folder
 
@@ -195,6 +202,21 @@ class _Evaluator:
             "wrong_prompt": self._cfg.wrong_prompt,
             "resumed": self._session.resumed,
         }
+
+
+def _remarks(loaded: LoadedPolicy) -> list[str]:
+    """Where a policy executes all that it predicts, and where its prompts were too long."""
+    config: Any = loaded.policy.config
+    shortened = [task.sentence for task in support_of(config.type).shortened_so_far(loaded.preprocessor)]
+    steps = getattr(config, "n_action_steps", 1)
+    if steps == 1 or steps != getattr(config, "chunk_size", None):
+        return shortened
+    return [
+        *shortened,
+        f"all {steps} actions of each chunk are executed before the policy looks again (n_action_steps = chunk_size); "
+        "beside it with fewer: 'checkpoint={all: <path>, few: {path: <path>, policy.n_action_steps: "
+        f"{max(1, steps // 5)}}}}}'.",
+    ]
 
 
 def _simulators(env_cfg: EnvConfig) -> Simulators:

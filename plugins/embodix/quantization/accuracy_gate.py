@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.factory import get_policy_class
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from embodix import plugins
 from embodix.checkpoints.model_folder import ModelFolder
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
+from embodix.checkpoints.processor_files import load_processors
 from embodix.contracts import ComparesFormats, LowPrecision, ModuleKind
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
@@ -332,7 +333,7 @@ def gated_checkpoint(
     with prepared_host(source, cfg, tokenizer):
         config = policy_config(source, policy or {})
         samples = held_out_batches(source, cfg, settings, str(config.device))
-        _, postprocessor = make_pre_post_processors(config, source.model)
+        _, postprocessor = load_processors(config, source.model)
         loaded = get_policy_class(config.type).from_pretrained(source.model, config=config)
         yield GatedCheckpoint(loaded.to(config.device).eval(), postprocessor, samples, settings)
 

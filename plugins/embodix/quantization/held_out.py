@@ -12,12 +12,12 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.datasets.factory import resolve_delta_timestamps
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
-from lerobot.policies.factory import make_pre_post_processors
 from lerobot.utils.constants import ACTION
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import default_collate
 
 from embodix.checkpoints.model_folder import ModelFolder, is_dataset
+from embodix.checkpoints.processor_files import load_processors
 from embodix.data.column_reads import read_columns
 from embodix.data.mixture_spec import decode_mixture, is_mixture
 from embodix.schema.gate import AccuracyGateSettings
@@ -101,7 +101,7 @@ def held_out_batches(
     )
     read_columns(dataset)
     overrides = {"device_processor": {"device": device or str(policy_cfg.device)}}
-    preprocess, _ = make_pre_post_processors(policy_cfg, source.model, preprocessor_overrides=overrides)
+    preprocess, _ = load_processors(policy_cfg, source.model, overrides)
     rows = [frame for _, frame in frames]
     parts = [rows[start : start + settings.batch_size] for start in range(0, len(rows), settings.batch_size)]
     batches = [preprocess(default_collate([dataset[row] for row in part])) for part in parts]

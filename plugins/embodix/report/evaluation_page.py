@@ -173,6 +173,8 @@ def _provenance(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
     for evaluation in evaluations:
         details = evaluation.details
         rows.append((f"{evaluation.name}: checkpoint", str(details.get("checkpoint") or "none, a controller")))
+        if details.get("policy", {}).get("changes"):
+            rows.append((f"{evaluation.name}: with", ", ".join(details["policy"]["changes"])))
         if "created_at" in details:
             times = f"{details['wall_s']:.0f} s, {details['cpu_s']:.0f} s of processor time"
             rows.append((f"{evaluation.name}: evaluated", f"{details['created_at']}, in {times}"))
@@ -212,8 +214,14 @@ def _paragraph(evaluations: Sequence[Evaluation]) -> str:
     first = evaluations[0]
     seeds = sorted({seed for _, seed in first.outcomes})
     simulator = first.details.get("env", {}).get("type", "the simulator")
-    checkpoints = [str(e.details["checkpoint"]) for e in evaluations if e.details.get("checkpoint")]
+    checkpoints = list(dict.fromkeys(str(e.details["checkpoint"]) for e in evaluations if e.details.get("checkpoint")))
     what = f"{count(len(checkpoints), 'checkpoint')} ({', '.join(checkpoints)})" if checkpoints else "A controller"
+    changed = [
+        f"{e.name} with {', '.join(e.details['policy']['changes'])}"
+        for e in evaluations
+        if e.details.get("policy", {}).get("changes")
+    ]
+    what += f", {'; '.join(changed)}," if changed else ""
     per_task = len(first.episodes) / len(first.by_task)
     return (
         f"{what} in {simulator}: {count(len(first.by_task), 'task')}, {per_task:g} episodes each, seeds {seeds[0]} to "

@@ -24,6 +24,7 @@ from embodix.config.compose import options_of
 from embodix.data.mixture_spec import host_dataset_fields
 from embodix.training.adapters import upstream_peft
 
+COUNTS_OF_ENV = ("episode_length", "fps", "image_size", "observation_height", "observation_width")
 NAMED_GROUPS = (
     *("packing", "attention", "vision_tokens", "action_pad", "language", "reads", "preprocessing", "sampling"),
     *("quantization", "precision", "evaluation", "check"),
@@ -77,11 +78,15 @@ def decode_env(node: Mapping[str, Any]) -> EnvConfig:
     """Decode an environment's config alone.
 
     Raises:
-        ValueError: no or an unknown ``type``, a key it does not have (with the nearest match) or a value of the wrong
-            type.
+        ValueError: no or an unknown ``type``, a key it does not have (with the nearest match), a value of the wrong
+            type, or an episode or a picture without size.
     """
     _register_choices(node)
     env: EnvConfig = _decode(_with_joined_tasks(node), EnvConfig)
+    for name in COUNTS_OF_ENV:
+        value = getattr(env, name, None)
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"env.{name} must be at least 1; got {value}.")
     return env
 
 

@@ -91,6 +91,11 @@ def run_training(cfg: DictConfig, overrides: list[str], begun: Callable[[], None
     host_cfg = host_config_of_checkpoint(checkpoint.config_path, added)
     host_cfg.output_dir = checkpoint.folder.parent.parent
     require_sound_config(cfg, host_cfg)
+    if checkpoint.step >= host_cfg.steps:
+        logging.warning(
+            f"{checkpoint.folder} has all of its {host_cfg.steps} steps: nothing is left to train. "
+            f"train.steps={2 * host_cfg.steps} would train as many again."
+        )
     schedule = resumed_schedule(cfg.schedule, host_cfg, checkpoint.folder)
     return _run(cfg, host_cfg, merged, begun, schedule, resumption, checkpoint.config_path)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
+from lerobot.configs.types import NormalizationMode
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.utils.constants import HF_LEROBOT_HOME, OBS_IMAGES
 from torch.utils.data import DataLoader
@@ -32,6 +33,7 @@ from embodix.data.mixture_spec import MixtureSpec, decode_mixture, is_mixture, r
 from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder, files_of_samples
 from embodix.data.preprocessing import LoopPreprocessor, PreprocessingCollate
 from embodix.data.sample_sizes import SizedDataset
+from embodix.data.statistics import require_statistics
 from embodix.data.streams import guard_stream, require_streamable
 from embodix.policies.support import support_of
 from embodix.training.interruption import ignore_in_worker
@@ -119,6 +121,7 @@ class RunData:
         Raises:
             ValueError: an order of samples for a streamed data set, or a mixture that does not fit the policy.
         """
+        upstream = _needing_no_camera_statistics(upstream)
         streamed = host_cfg.dataset.streaming
         if streamed and self.choices.orders_samples:
             raise ValueError("sampling=file_window reads samples by index; set dataset.streaming=false.")
@@ -161,6 +164,7 @@ class RunData:
         device = torch.device(policy_cfg.device or "cpu")
         if not isinstance(self.dataset, MixtureDataset):
             pre, post = call.build()
+            require_statistics((pre, post), *_named(self.dataset, options))
             self._host_preprocessors = lambda: [call.build(device="cpu")[0]]
             if self.choices.preprocesses_in_loader:
                 self.collate = PreprocessingCollate([call.build(device="cpu")[0]])
@@ -170,6 +174,8 @@ class RunData:
         self.collate = PreprocessingCollate(own, support_of(policy_cfg.type).merger(policy_cfg, members, own))
         self._host_preprocessors = lambda: own
         self._call, self._saved = call, [call.build(member) for member in members]
+        for member, pair in zip(members, self._saved, strict=True):
+            require_statistics(pair, f"{member.name} of the mixture", member.slots.values())
         evaluated = self.dataset.spec.evaluated_index
         pre, post = self._saved[evaluated]
         return LoopPreprocessor(pre, device), MemberPostprocessor(post, members[evaluated].action_dim)
@@ -279,6 +285,40 @@ class RunData:
 
     def _quotas(self) -> list[int]:
         return self.dataset.order(seed=0).quotas  # shares do not depend on the seed
+
+
+def _needing_no_camera_statistics(upstream: Callable[[TrainPipelineConfig], Any]) -> Callable[..., Any]:
+    """Upstream's factory, which writes ImageNet's statistics over those of every camera and fails where one has "
+    "none."""
+
+    def make_dataset(host_cfg: TrainPipelineConfig) -> Any:
+        before, policy = host_cfg.dataset.use_imagenet_stats, host_cfg.policy
+        if policy is not None and policy.normalization_mapping.get("VISUAL") is NormalizationMode.IDENTITY:
+            host_cfg.dataset.use_imagenet_stats = before and _has_camera_statistics(host_cfg)
+        try:
+            return upstream(host_cfg)
+        finally:
+            host_cfg.dataset.use_imagenet_stats = before
+
+    return make_dataset
+
+
+def _has_camera_statistics(host_cfg: TrainPipelineConfig) -> bool:
+    """Whether every camera of a local data set has statistics; True where there is no telling."""
+    root = Path(host_cfg.dataset.root) if host_cfg.dataset.root else HF_LEROBOT_HOME / host_cfg.dataset.repo_id
+    info, stats = root / "meta" / "info.json", root / "meta" / "stats.json"
+    if not info.is_file():
+        return True
+    known = json.loads(stats.read_text()) if stats.is_file() else {}
+    features: dict[str, Any] = json.loads(info.read_text())["features"]
+    return all(key in known for key, feature in features.items() if feature["dtype"] in ("image", "video"))
+
+
+def _named(dataset: Any, options: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """A data set for messages, and its cameras as the policy calls them."""
+    overrides = options.get("preprocessor_overrides") or {}
+    renamed = (overrides.get("rename_observations_processor") or {}).get("rename_map") or {}
+    return f"the data set {dataset.meta.root}", [renamed.get(key, key) for key in dataset.meta.camera_keys]
 
 
 def require_trainable_dataset(host_cfg: TrainPipelineConfig, dataset_node: Mapping[str, Any]) -> None:

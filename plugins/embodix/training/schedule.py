@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lerobot.configs.train import TrainPipelineConfig
+from lerobot.configs.train import TRAIN_CONFIG_NAME, TrainPipelineConfig
 from lerobot.optim.schedulers import LRSchedulerConfig
-from lerobot.utils.constants import SCHEDULER_STATE, TRAINING_STATE_DIR
+from lerobot.utils.constants import PRETRAINED_MODEL_DIR, SCHEDULER_STATE, TRAINING_STATE_DIR
 from torch.optim.lr_scheduler import LambdaLR
 
 from embodix.config.train_schema import ScheduleSettings
@@ -147,9 +147,6 @@ def resumed_schedule(settings: ScheduleSettings, host_cfg: TrainPipelineConfig, 
 
 
 def _kept(checkpoint: Path) -> RunSchedule:
-    from lerobot.configs.train import TRAIN_CONFIG_NAME
-    from lerobot.utils.constants import PRETRAINED_MODEL_DIR
-
     path = checkpoint / TRAINING_STATE_DIR / STATE_FILE
     if path.is_file():
         return RunSchedule(**json.loads(path.read_text()))

@@ -14,7 +14,7 @@ import torch
 from lerobot.configs.types import FeatureType
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features
-from lerobot.policies.factory import make_policy, make_pre_post_processors
+from lerobot.policies.factory import make_policy
 from rlinf.models.embodiment.base_policy import BasePolicy
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from embodix import plugins
 from embodix.checkpoints.env_features import require_fitting_features
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
+from embodix.checkpoints.processor_files import load_processors
 from embodix.training.features import UNCHANGED, packed_settings
 from embodix.training.host_config import decode_env
 from embodix_rl.flow.chain import ChainSettings
@@ -115,9 +116,7 @@ def build_flow_model(cfg: Any) -> FlowModel:
     _until_the_process_ends.enter_context(prepared_host(source, run, node["tokenizer"]))
     changes = {**node["changes"], "device": _device(), "n_action_steps": node["num_action_chunks"]}
     config = policy_config(source, changes)
-    pre, post = make_pre_post_processors(
-        config, pretrained_path=source.model, preprocessor_overrides={"device_processor": {"device": _device()}}
-    )
+    pre, post = load_processors(config, source.model, {"device_processor": {"device": _device()}})
     env_cfg = decode_env(node["env"])
     renames = renamed_keys(pre)
     require_fitting_features(config, env_cfg, renames)
