@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
-from lerobot.configs.types import NormalizationMode
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.utils.constants import HF_LEROBOT_HOME, OBS_IMAGES
 from torch.utils.data import DataLoader
@@ -121,7 +120,6 @@ class RunData:
         Raises:
             ValueError: an order of samples for a streamed data set, or a mixture that does not fit the policy.
         """
-        upstream = _needing_no_camera_statistics(upstream)
         streamed = host_cfg.dataset.streaming
         if streamed and self.choices.orders_samples:
             raise ValueError("sampling=file_window reads samples by index; set dataset.streaming=false.")
@@ -285,33 +283,6 @@ class RunData:
 
     def _quotas(self) -> list[int]:
         return self.dataset.order(seed=0).quotas  # shares do not depend on the seed
-
-
-def _needing_no_camera_statistics(upstream: Callable[[TrainPipelineConfig], Any]) -> Callable[..., Any]:
-    """Upstream's factory, which writes ImageNet's statistics over those of every camera and fails where one has "
-    "none."""
-
-    def make_dataset(host_cfg: TrainPipelineConfig) -> Any:
-        before, policy = host_cfg.dataset.use_imagenet_stats, host_cfg.policy
-        if policy is not None and policy.normalization_mapping.get("VISUAL") is NormalizationMode.IDENTITY:
-            host_cfg.dataset.use_imagenet_stats = before and _has_camera_statistics(host_cfg)
-        try:
-            return upstream(host_cfg)
-        finally:
-            host_cfg.dataset.use_imagenet_stats = before
-
-    return make_dataset
-
-
-def _has_camera_statistics(host_cfg: TrainPipelineConfig) -> bool:
-    """Whether every camera of a local data set has statistics; True where there is no telling."""
-    root = Path(host_cfg.dataset.root) if host_cfg.dataset.root else HF_LEROBOT_HOME / host_cfg.dataset.repo_id
-    info, stats = root / "meta" / "info.json", root / "meta" / "stats.json"
-    if not info.is_file():
-        return True
-    known = json.loads(stats.read_text()) if stats.is_file() else {}
-    features: dict[str, Any] = json.loads(info.read_text())["features"]
-    return all(key in known for key, feature in features.items() if feature["dtype"] in ("image", "video"))
 
 
 def _named(dataset: Any, options: Mapping[str, Any]) -> tuple[str, list[str]]:
