@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from embodix.checks.catalogue import KINDS
 from embodix.cli.upstream_flags import EVAL, TRAIN
 from embodix.config.compose import config_packages
 from embodix.hookspecs import EmbodixSpec, hook_names
@@ -161,6 +162,29 @@ def _reached(flag: str, line: str) -> str:
     return f"none: {line[2:]}" if line.startswith("-") else f"`{line.replace('{value}', '<value>')}`"
 
 
+def data_checks_page() -> str:
+    """Every kind of finding: the rule, what upstream does, what embodix does."""
+    does = {"error": "refuses the run before anything is loaded", "warning": "warns"}
+    lines = [
+        *("# What is checked of data", "", MARK, ""),
+        "`lerobot check [overrides]` looks at the data of the run that the same overrides would train, and `train`,",
+        "`compare` and `plan` do so first (`check=error`; `check=warn` goes on, `check=off` believes). Each finding has a",
+        "key, a figure, its place (episode, frame, dimension, file) and what to do. What is an error in every episode (a",
+        "frozen camera, no motion) is a warning in some. What upstream's LeRobot 0.5.1 does was seen by planting each",
+        "damage and training on it: [benchmarks/results/bad_data.md](../benchmarks/results/bad_data.md).",
+        *("", "| kind | rule | upstream | embodix |", "|---|---|---|---|"),
+    ]
+    lines += [f"| `{name}` | {kind.rule} | {kind.upstream} | {does[kind.severity]} |" for name, kind in KINDS.items()]
+    lines += [
+        "",
+        "`dataset.statistics=exact` normalises by statistics of all frames in place of the recorded ones; where a",
+        "dimension is (nearly) always the same they are widened, so that what is normalised stays within about 1. They",
+        "are computed once, kept by the data's content, and written into the checkpoint as any other.",
+        "`dataset.join={<key>: [<key>, ...]}` makes a state or action of several columns.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def pages() -> dict[str, str]:
     """Every generated page by its path in the repository."""
     return {
@@ -168,6 +192,7 @@ def pages() -> dict[str, str]:
         "docs/config-groups.md": config_groups_page(),
         "docs/patches.md": patches_page(),
         "docs/upstream-flags.md": upstream_flags_page(),
+        "docs/data-checks.md": data_checks_page(),
     }
 
 
