@@ -167,11 +167,12 @@ def data_checks_page() -> str:
     does = {"error": "refuses the run before anything is loaded", "warning": "warns"}
     lines = [
         *("# What is checked of data", "", MARK, ""),
-        "`lerobot check [overrides]` looks at the data of the run that the same overrides would train, and `train`,",
-        "`compare` and `plan` do so first (`check=error`; `check=warn` goes on, `check=off` believes). Each finding has a",
-        "key, a figure, its place (episode, frame, dimension, file) and what to do. What is an error in every episode (a",
-        "frozen camera, no motion) is a warning in some. What upstream's LeRobot 0.5.1 does was seen by planting each",
-        "damage and training on it: [benchmarks/results/bad_data.md](../benchmarks/results/bad_data.md).",
+        "`lerobot check [overrides]` looks at the data of the run that the same overrides would train, and",
+        "`train`, `compare` and `plan` do so first (`check=error`; `check=warn` goes on, `check=off` believes).",
+        "Each finding has a key, a figure, its place (episode, frame, dimension, file) and what to do. What is an",
+        "error in every episode (a frozen camera, no motion) is a warning in some. What upstream's LeRobot 0.5.1",
+        "does was seen by planting each damage and training on it:",
+        "[benchmarks/results/bad_data.md](../benchmarks/results/bad_data.md).",
         *("", "| kind | rule | upstream | embodix |", "|---|---|---|---|"),
     ]
     lines += [f"| `{name}` | {kind.rule} | {kind.upstream} | {does[kind.severity]} |" for name, kind in KINDS.items()]
