@@ -56,8 +56,8 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
     cameras = f"{len(plan.real_cameras)} cameras, {len(plan.blank_cameras)} blank"
     console.print(
         f"[bold]{plan.dataset}[/]: {plan.num_episodes} episodes, {plan.num_frames} frames, {len(plan.prompts)} tasks, "
-        f"{cameras}. {plan.policy} with {quantity(plan.num_parameters)} parameters, {plan.dtype}, "
-        f"batch {plan.batch_size}.",
+        f"{cameras}. {plan.policy} with {quantity(plan.num_parameters)} parameters, {quantity(plan.num_trained)} "
+        f"trained, {plan.dtype}, batch {plan.batch_size}.",
         highlight=False,
     )
     features = ", ".join(f"{name}={value}" for name, value in plan.features.items() if value not in (None, []))
@@ -76,7 +76,8 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
     console.print(_memory_table(plan))
     for remedy in plan.remedies:
         kind = "same function" if remedy.exact else "changes training"
-        console.print(f"  {remedy.setting}: {memory(remedy.total)}; {kind}; {remedy.price}", highlight=False)
+        fits = "" if remedy.gpu_gigabytes is None else f", fits {remedy.gpu_gigabytes} GB"
+        console.print(f"  {remedy.setting}: {memory(remedy.total)}{fits}; {kind}; {remedy.price}", highlight=False)
     console.print(
         f"\nAction padding: {percent(plan.padded_action_share, 1)} of the loss lies after the end of episodes; "
         "action_pad=mask leaves it out (changes what is learned).",
@@ -146,12 +147,13 @@ def _memory_table(plan: TrainingPlan) -> Table:
         title_justify="left",
     )
     table.add_column("variant", no_wrap=True)
-    for column in ("weights", "gradients", "optimizer", "activations", "all"):
+    for column in ("weights", "gradients", "optimizer", "activations", "all", "fits GPU of"):
         table.add_column(column, justify="right")
     for variant in plan.variants:
         need = variant.memory
         cells: Iterable[float] = (need.parameters, need.gradients, need.optimizer, need.activations, need.total)
-        table.add_row(variant.name, *map(memory, cells), style="bold" if variant.name == plan.chosen else None)
+        gpu = "-" if variant.gpu_gigabytes is None else f"{variant.gpu_gigabytes} GB"
+        table.add_row(variant.name, *map(memory, cells), gpu, style="bold" if variant.name == plan.chosen else None)
     return table
 
 
