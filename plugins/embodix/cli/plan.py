@@ -74,6 +74,7 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
         highlight=False,
     )
     console.print(_memory_table(plan))
+    console.print(_fitting_gpus(plan), highlight=False)
     for remedy in plan.remedies:
         kind = "same function" if remedy.exact else "changes training"
         fits = "" if remedy.gpu_gigabytes is None else f", fits {remedy.gpu_gigabytes} GB"
@@ -147,14 +148,21 @@ def _memory_table(plan: TrainingPlan) -> Table:
         title_justify="left",
     )
     table.add_column("variant", no_wrap=True)
-    for column in ("weights", "gradients", "optimizer", "activations", "all", "fits GPU of"):
+    for column in ("weights", "gradients", "optimizer", "activations", "all"):
         table.add_column(column, justify="right")
     for variant in plan.variants:
         need = variant.memory
         cells: Iterable[float] = (need.parameters, need.gradients, need.optimizer, need.activations, need.total)
-        gpu = "-" if variant.gpu_gigabytes is None else f"{variant.gpu_gigabytes} GB"
-        table.add_row(variant.name, *map(memory, cells), gpu, style="bold" if variant.name == plan.chosen else None)
+        table.add_row(variant.name, *map(memory, cells), style="bold" if variant.name == plan.chosen else None)
     return table
+
+
+def _fitting_gpus(plan: TrainingPlan) -> str:
+    """The smallest common GPU for each variant, a tenth of it left to CUDA and between allocations."""
+    sizes = sorted({variant.gpu_gigabytes or 0 for variant in plan.variants}, key=lambda size: size or float("inf"))
+    names = {size: [v.name for v in plan.variants if (v.gpu_gigabytes or 0) == size] for size in sizes}
+    parts = [f"{f'a GPU of {size} GB' if size else 'no single GPU'} for {', '.join(names[size])}" for size in sizes]
+    return f"Fits: {'; '.join(parts)}."
 
 
 def _range(low: int, high: int) -> str:
