@@ -44,6 +44,7 @@ def test_the_tables_name_waste_bounds_memory_and_remedies(tmp_path, dataset):
         assert text in done.stdout
     assert "Active: packing=none, attention=upstream" in done.stdout
     assert "+plugin=embodix" in done.stdout
+    assert "Fits: a GPU of" in done.stdout
     assert "36.8 % of the loss lies after the end of episodes" in done.stdout
     (path,) = tmp_path.glob("outputs/plan/*/*/plan.json")
     assert json.loads(path.read_text())["num_frames"] == 200

@@ -14,7 +14,7 @@ import pytest
 
 from embodix.contracts import SampleLayout, SampleShape
 from embodix.costs.dataset_facts import padded_action_share
-from embodix.costs.plan import RunCosts, plan_training, speed_bounds
+from embodix.costs.plan import RunCosts, plan_training, smallest_gpu, speed_bounds
 from embodix.costs.policy_costs import EMBODIX, UPSTREAM
 from embodix.costs.workload import padded, token_counter
 from embodix.policies.support import support_of
@@ -104,10 +104,11 @@ def test_tokens_waste_and_bound_of_a_data_set(write_metadata):
         "policy.gradient_checkpointing=true",
         "policy.dtype=bfloat16",
         "policy.train_expert_only=true",
+        "peft=lora",
     }
     assert all(remedy.total < upstream.memory.total for remedy in found)
     assert [remedy.setting for remedy in found[:2]] == ["+plugin=embodix", "policy.gradient_checkpointing=true"]
-    assert [remedy.exact for remedy in found] == [True, True, False, False, False]
+    assert [remedy.exact for remedy in found] == [True, True, False, False, False, False]
     totals = [remedy.total for remedy in found if not remedy.exact]
     assert totals == sorted(totals)
 
@@ -116,7 +117,7 @@ def test_remedies_in_use_are_not_proposed_again(write_metadata):
     policy = {**SMALL["policy"], "dtype": "bfloat16", "gradient_checkpointing": True}
     small = {**SMALL, "policy": policy, "train": {"batch_size": 1}}
     plan = plan_training(config_of(write_metadata([(30, "Reach")]), **small, **FAST))
-    assert [remedy.setting for remedy in plan.remedies] == ["policy.train_expert_only=true"]
+    assert {remedy.setting for remedy in plan.remedies} == {"policy.train_expert_only=true", "peft=lora"}
 
 
 def test_an_unknown_dtype_is_refused(write_metadata):
@@ -297,3 +298,30 @@ def test_prompts_that_are_padded_to_the_longest_of_a_batch():
     assert pairs == pytest.approx(
         {SampleShape(2, 9): 3 * 0.75, SampleShape(2, 9, 3): 3 * 0.25, SampleShape(2, 12): 1.0}
     )
+
+
+def test_adapters_leave_gradients_and_optimizer_to_what_is_trained(write_metadata):
+    root = write_metadata([(30, "Reach"), (70, "Open the door of the cabinet")])
+    full = plan_training(config_of(root, **FAST))
+    lora = plan_training(config_of(root, **FAST, peft={"method_type": "LORA", "r": 16, "lora_alpha": None}))
+    assert full.num_trained == full.num_parameters
+    assert lora.num_trained == lora.num_parameters - full.num_parameters
+    memory = next(variant for variant in lora.variants if variant.name == lora.chosen).memory
+    assert (memory.gradients, memory.optimizer) == (4 * lora.num_trained, 8 * lora.num_trained)
+    assert memory.parameters == pytest.approx(4 * lora.num_parameters, rel=1e-2)
+    remedy = next(remedy for remedy in full.remedies if remedy.setting == "peft=lora")
+    assert remedy.total == memory.total
+    assert (remedy.exact, remedy.gpu_gigabytes) == (False, 24)
+    assert "peft=lora" not in {remedy.setting for remedy in lora.remedies}
+    assert lora.features["peft"] == "lora, r=16"
+
+
+def test_adapters_that_fit_no_module_are_refused(write_metadata):
+    peft = {"method_type": "LORA", "r": 4, "target_modules": ["no_such_layer"]}
+    with pytest.raises(ValueError, match=r"no_such_layer"):
+        plan_training(config_of(write_metadata([(30, "Reach")]), **SMALL, peft=peft))
+
+
+@pytest.mark.parametrize(("num_bytes", "gigabytes"), [(1, 8), (7.3e9, 12), (21.6e9, 24), (21.7e9, 32), (200e9, None)])
+def test_the_smallest_gpu_keeps_a_tenth_free(num_bytes, gigabytes):
+    assert smallest_gpu(num_bytes) == gigabytes

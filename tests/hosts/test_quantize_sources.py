@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GemmaForCausalLM
 
+from embodix.checkpoints import model_folder
 from embodix.checkpoints.model_folder import ModelFolder
 from embodix.cli.main import dispatch
-from embodix.quantization import quantize_run as quantize_module
 from embodix_fp8.file_format import CONFIG_KEY, BlockScaledWeights, is_quantized
 from embodix_pi05.testing import SMALL_ARCHITECTURE, small_pi05
 
@@ -135,7 +135,7 @@ def test_every_member_of_a_mixture_is_quantized(quantize: Quantize, model: Model
 
 def test_a_model_on_the_hub_is_downloaded(quantize: Quantize, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = model
-    monkeypatch.setattr(quantize_module, "snapshot_download", lambda name: {"owner/name": str(folder)}[name])
+    monkeypatch.setattr(model_folder, "snapshot_download", lambda name: {"owner/name": str(folder)}[name])
     assert _same_weights(quantize("owner/name", "from_hub"), quantize(folder, "from_folder"))
 
 

@@ -68,8 +68,8 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
     cameras = f"{len(plan.real_cameras)} cameras, {len(plan.blank_cameras)} blank"
     console.print(
         f"[bold]{plan.dataset}[/]: {plan.num_episodes} episodes, {plan.num_frames} frames, {len(plan.prompts)} tasks, "
-        f"{cameras}. {plan.policy} with {quantity(plan.num_parameters)} parameters, {plan.dtype}, "
-        f"batch {plan.batch_size}.",
+        f"{cameras}. {plan.policy} with {quantity(plan.num_parameters)} parameters, {quantity(plan.num_trained)} "
+        f"trained, {plan.dtype}, batch {plan.batch_size}.",
         highlight=False,
     )
     features = ", ".join(f"{name}={value}" for name, value in plan.features.items() if value not in (None, []))
@@ -87,9 +87,11 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
         highlight=False,
     )
     console.print(_memory_table(plan))
+    console.print(_fitting_gpus(plan), highlight=False)
     for remedy in plan.remedies:
         kind = "same function" if remedy.exact else "changes training"
-        console.print(f"  {remedy.setting}: {memory(remedy.total)}; {kind}; {remedy.price}", highlight=False)
+        fits = "" if remedy.gpu_gigabytes is None else f", fits {remedy.gpu_gigabytes} GB"
+        console.print(f"  {remedy.setting}: {memory(remedy.total)}{fits}; {kind}; {remedy.price}", highlight=False)
     console.print(
         f"\nAction padding: {percent(plan.padded_action_share, 1)} of the loss lies after the end of episodes; "
         "action_pad=mask leaves it out (changes what is learned).",
@@ -177,6 +179,14 @@ def _memory_table(plan: TrainingPlan) -> Table:
         cells: Iterable[float] = (need.parameters, need.gradients, need.optimizer, need.activations, need.total)
         table.add_row(variant.name, *map(memory, cells), style="bold" if variant.name == plan.chosen else None)
     return table
+
+
+def _fitting_gpus(plan: TrainingPlan) -> str:
+    """The smallest common GPU for each variant, a tenth of it left to CUDA and between allocations."""
+    sizes = sorted({variant.gpu_gigabytes or 0 for variant in plan.variants}, key=lambda size: size or float("inf"))
+    names = {size: [v.name for v in plan.variants if (v.gpu_gigabytes or 0) == size] for size in sizes}
+    parts = [f"{f'a GPU of {size} GB' if size else 'no single GPU'} for {', '.join(names[size])}" for size in sizes]
+    return f"Fits: {'; '.join(parts)}."
 
 
 def _range(low: int, high: int) -> str:

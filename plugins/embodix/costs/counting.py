@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from embodix.attention.segments import Segments
+from embodix.costs.operations import run_operation
 from embodix.patching import replace_attribute
-from embodix.training.flops import flop_counter
 
 _READS = {getattr(Tensor, name) for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")}
 _AUTOCAST = {F.linear, F.conv2d, torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__}
@@ -56,19 +56,16 @@ def count_step(
         attention: what an installed fast path attends with; it stands in for torch's own too.
         host_keys: tensors that stay there although the policy moves them, because it asks for their values.
     """
-    memory, attention.flops = _LiveMemory(policy, batch), 0
+    tally, attention.flops = _Tally(policy, batch), 0
     on_host = {id(batch[key]) for key in host_keys if key in batch}
-    with _meta_host(attention, on_host), memory:
-        with flop_counter() as counter:
-            loss = policy(dict(batch))[0]
-        forward = counter.get_total_flops() + attention.flops
-        kept = memory.live()
-        attention.flops = 0
-        with flop_counter() as counter:
-            loss.backward()
-    backward = counter.get_total_flops() + attention.flops
-    memory.close()
-    return CountedStep(forward, backward, memory.peak(), kept, memory.gradients)
+    with _meta_host(attention, on_host), tally:
+        loss = policy(dict(batch))[0]
+        forward = tally.flops + attention.flops
+        kept = tally.live()
+        loss.backward()
+    backward = tally.flops + attention.flops - forward
+    tally.close()
+    return CountedStep(forward, backward, tally.peak(), kept, tally.gradients)
 
 
 class CountedAttention:
@@ -120,8 +117,8 @@ class _Attention(torch.autograd.Function):
         return None, None, *(torch.empty_like(tensor) for tensor in (query, key, value))
 
 
-class _LiveMemory(TorchDispatchMode):
-    """Bytes of storages on the meta device, in the order in which they come and go."""
+class _Tally(TorchDispatchMode):
+    """Floating-point operations, and bytes of storages on the meta device in the order in which they come and go."""
 
     def __init__(self, policy: nn.Module, batch: Mapping[str, Any]) -> None:
         super().__init__()
@@ -131,13 +128,14 @@ class _LiveMemory(TorchDispatchMode):
         self._events: list[tuple[int, int]] = []
         self._sizes = [0]
         self._gradient_numbers: set[int] = set()
-        self.gradients = 0
+        self.flops = self.gradients = 0
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._hooks = [p.register_hook(self._note_gradient) for p in trained]
         self._hooks += [p.register_post_accumulate_grad_hook(self._drop_gradient) for p in trained]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out, flops = run_operation(func, args, kwargs or {})
+        self.flops += flops
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
                 self._note(tensor.untyped_storage())

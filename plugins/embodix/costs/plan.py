@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,17 @@ from embodix.costs.policy_costs import (
 from embodix.costs.workload import Source, TaskPrompt, draws_of, padded, read_sources
 from embodix.policies.support import support_of
 from embodix.report.compare import SpeedBound
+from embodix.training.adapters import knows_targets, peft_problem
 from embodix.training.host_context import policy_patches
+
+ADAPTERS: Mapping[str, Any] = {"method_type": "LORA", "r": 16}  # what the option `peft=lora` has
+GPU_GIGABYTES = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141)
+USABLE = 0.9  # the rest is the CUDA context's and lost between allocations
+
+
+def smallest_gpu(num_bytes: float) -> int | None:
+    """Gigabytes of the smallest common GPU that holds them; None where none does."""
+    return next((size for size in GPU_GIGABYTES if num_bytes <= USABLE * size * 1e9), None)
 
 
 @dataclass(frozen=True)
@@ -36,17 +46,23 @@ class Remedy:
         price: what it costs, in words.
         total: bytes that remain with it alone.
         exact: whether training computes the same function afterwards.
+        gpu_gigabytes: of the smallest common GPU that they fit in.
     """
 
     setting: str
     price: str
     total: float
     exact: bool
+    gpu_gigabytes: int | None
 
 
 @dataclass(frozen=True)
 class VariantPlan:
-    """What one variant will cost a sample; bounds are against upstream, token counts None where nothing tells them."""
+    """What one variant will cost a sample; bounds are against upstream, token counts None where nothing tells them.
+
+    Attributes:
+        gpu_gigabytes: of the smallest common GPU that its memory fits in.
+    """
 
     name: str
     computation: Computation
@@ -59,6 +75,7 @@ class VariantPlan:
     forward_bound: float
     real_bound: float | None
     memory: MemoryCount
+    gpu_gigabytes: int | None
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,7 @@ class TrainingPlan:
         tokens: mean tokens a sample by what they carry, as upstream lays them out; empty where nothing tells them.
         waste: share of upstream's tokens that carry no input.
         padded_action_share: share of the loss that lies after the end of episodes.
+        num_trained: of the parameters, those that training changes.
         variants: upstream, each step towards the fast path, and the config's own choice.
         chosen: name of the variant that the config selects.
     """
@@ -83,6 +101,7 @@ class TrainingPlan:
     real_cameras: list[str]
     blank_cameras: list[str]
     num_parameters: int
+    num_trained: int
     batch_size: int
     dtype: str
     checkpointing: bool
@@ -115,6 +134,7 @@ class RunCosts:
         recomputing = {saver.field for saver in self.support.memory_savers if saver.exact}
         # Operations are those of the function itself, without what saving memory computes again.
         plain = {name: value for name, value in self.policy_fields.items() if name not in recomputing}
+        self.peft: Mapping[str, Any] | None = config.get("peft")
         self.costs = self._build(plain, config.get("architecture"))
         self.saving = self.costs
         if any(self.policy_fields.get(name) for name in recomputing):
@@ -146,6 +166,10 @@ class RunCosts:
     def with_field(self, field: str, value: Any) -> PolicyCosts:
         """The same policy with one field changed."""
         return self._build({**self.policy_fields, field: value}, self.config.get("architecture"))
+
+    def with_adapters(self, peft: Mapping[str, Any]) -> PolicyCosts:
+        """The same policy with adapters in the place of what it trains."""
+        return self._build(self.policy_fields, self.config.get("architecture"), peft)
 
     def real_bound(self, computation: Computation, baseline: Computation = UPSTREAM) -> float:
         costs, workload = self.real()
@@ -180,8 +204,13 @@ class RunCosts:
         total = sum(self.workload.values())
         return float(sum(getattr(shape, part) * share for shape, share in self.workload.items()) / total)
 
-    def _build(self, fields: Mapping[str, Any], architecture: Mapping[str, Any] | None) -> PolicyCosts:
-        parts = (fields, *_features(fields, self.sources), architecture, _patches(self.config))
+    def _build(
+        self,
+        fields: Mapping[str, Any],
+        architecture: Mapping[str, Any] | None,
+        peft: Mapping[str, Any] | None = None,
+    ) -> PolicyCosts:
+        parts = (fields, *_features(fields, self.sources), architecture, _patches(self.config), peft or self.peft)
         return _policy_costs(json.dumps(parts, sort_keys=True))
 
 
@@ -213,6 +242,7 @@ def plan_training(config: Mapping[str, Any]) -> TrainingPlan:
         real_cameras=real_cameras,
         blank_cameras=blank_cameras,
         num_parameters=run.costs.num_parameters,
+        num_trained=run.costs.num_trained,
         batch_size=run.batch_size,
         dtype=str(run.policy_fields.get("dtype", "float32")),
         checkpointing=bool(run.policy_fields.get("gradient_checkpointing", False)),
@@ -288,6 +318,7 @@ def _variants(run: RunCosts, choice: Computation) -> dict[str, Computation]:
 
 def _variant(name: str, computation: Computation, run: RunCosts, means: Mapping[str, float]) -> VariantPlan:
     flops, upstream = run.costs.mean(run.workload, computation), run.costs.mean(run.workload)
+    memory = run.saving.memory(_largest(run.workload), run.batch_size, computation)
     valid = computed = None
     if means:
         valid = means["images"] + means["prompt"] + means["actions"] * computation.flow_samples
@@ -303,7 +334,8 @@ def _variant(name: str, computation: Computation, run: RunCosts, means: Mapping[
         bound=run.costs.bound(run.workload, computation),
         forward_bound=upstream.forward / flops.forward * computation.flow_samples,
         real_bound=None if run.support.real_fields is None else run.real_bound(computation),
-        memory=run.saving.memory(_largest(run.workload), run.batch_size, computation),
+        memory=memory,
+        gpu_gigabytes=smallest_gpu(memory.total),
     )
 
 
@@ -313,33 +345,46 @@ def _largest(workload: Workload) -> Any:
 
 def _remedies(run: RunCosts, choice: Computation) -> list[Remedy]:
     """Ways to need less memory that are not in use yet: exact ones first, then by what each leaves."""
-    largest, size = _largest(run.workload), run.batch_size
-    before = run.saving.memory(largest, size, choice).total
-    found = []
-    fast = Computation("padding_free", "auto", "valid", choice.flow_samples)
-    slow = choice.packing == "none" or choice.is_dense or choice.vision_tokens == "upstream"
-    if slow and run.support.offers("wrapper"):
-        total = run.saving.memory(largest, size, fast).total
-        found.append(Remedy("+plugin=embodix", "none: fewer tokens, no attention scores kept, and faster", total, True))
-    if size > 1:
-        total = run.saving.memory(largest, size // 2, choice).total
-        price = "twice the steps for as many samples, or two processes instead of one"
-        found.append(Remedy(f"train.batch_size={size // 2}", price, total, False))
-    for saver in run.support.memory_savers:
-        if getattr(run.saving.policy.config, saver.field) != saver.value:
-            total = run.with_field(saver.field, saver.value).memory(largest, size, choice).total
-            value = str(saver.value).lower()
-            found.append(Remedy(f"policy.{saver.field}={value}", saver.price, total, saver.exact))
-    saving = [remedy for remedy in found if remedy.total < before]
+    before = run.saving.memory(_largest(run.workload), run.batch_size, choice).total
+    saving = [remedy for remedy in _possible_remedies(run, choice) if remedy.total < before]
     costly = sorted((remedy for remedy in saving if not remedy.exact), key=lambda remedy: remedy.total)
     return [remedy for remedy in saving if remedy.exact] + costly
+
+
+def _possible_remedies(run: RunCosts, choice: Computation) -> Iterator[Remedy]:
+    size, costs = run.batch_size, run.saving
+
+    def remedy(
+        setting: str, price: str, exact: bool, costs: PolicyCosts, batch_size: int, computation: Computation
+    ) -> Remedy:
+        total = costs.memory(_largest(run.workload), batch_size, computation).total
+        return Remedy(setting, price, total, exact, smallest_gpu(total))
+
+    slow = choice.packing == "none" or choice.is_dense or choice.vision_tokens == "upstream"
+    if slow and run.support.offers("wrapper"):
+        fast = Computation("padding_free", "auto", "valid", choice.flow_samples)
+        price = "none: fewer tokens, no attention scores kept, and faster"
+        yield remedy("+plugin=embodix", price, True, costs, size, fast)
+    if size > 1:
+        price = "twice the steps for as many samples, or two processes instead of one"
+        yield remedy(f"train.batch_size={size // 2}", price, False, costs, size // 2, choice)
+    for saver in run.support.memory_savers:
+        if getattr(costs.policy.config, saver.field) != saver.value:
+            value = str(saver.value).lower()
+            changed = run.with_field(saver.field, saver.value)
+            yield remedy(f"policy.{saver.field}={value}", saver.price, saver.exact, changed, size, choice)
+    if run.peft is None and knows_targets(costs.policy) and peft_problem() is None:
+        price = "adapters are trained beside the frozen weights of a trained policy"
+        yield remedy("peft=lora", price, False, run.with_adapters(ADAPTERS), size, choice)
 
 
 def _switches(config: Mapping[str, Any]) -> dict[str, Any]:
     """The switches of the run by group."""
     groups = ("packing", "attention", "vision_tokens", "action_pad")
+    peft = config.get("peft")
     return {
         **{group: config[group]["name"] for group in groups},
+        **({} if peft is None else {"peft": f"{peft['method_type'].lower()}, r={peft['r']}"}),
         "flow_samples": config.get("flow_samples", 1),
         "plugin": config.get("plugin"),
         "patches": sorted(config.get("patches") or {}),

@@ -26,6 +26,7 @@ from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.patching import patched
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
+from embodix.training.adapters import put_adapters_on
 
 Workload = Mapping[SampleShape, float]  # how often each kind of sample is drawn; any positive scale
 
@@ -100,9 +101,11 @@ class PolicyCosts:
         inputs, outputs: features of the policy, each with ``type`` and ``shape``.
         architecture: the policy's sizes; None for those of the public checkpoint.
         patches: of upstream's policies, in force while it is built and while it runs.
+        peft: the group of that name; None where no adapters are trained.
 
     Raises:
-        ValueError: fields that upstream's config does not have, or a policy that can't be built without its weights.
+        ValueError: fields that upstream's config does not have, a policy that can't be built without its weights, or
+            adapters that don't fit it.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class PolicyCosts:
         outputs: Mapping[str, Any],
         architecture: Mapping[str, Any] | None = None,
         patches: Mapping[str, Mapping[str, Any] | None] | None = None,
+        peft: Mapping[str, Any] | None = None,
     ) -> None:
         named = {name: value for name, value in fields.items() if name not in ("input_features", "output_features")}
         self.support = support_of(named["type"])
@@ -119,7 +123,10 @@ class PolicyCosts:
         upstream_config = fed_config(named, inputs, outputs)
         try:
             with patched(self._patches), _quiet():
-                self.policy: Any = policy_skeleton(upstream_config, architecture).to("meta")  # buffers, too
+                policy: Any = policy_skeleton(upstream_config, architecture)
+                if peft is not None:
+                    policy = put_adapters_on(policy, peft)
+                self.policy = policy.to("meta")  # buffers, too
         except OSError as error:
             raise NotOfferedError(
                 f"Building policy.type={named['type']} asks for files that are not here: {error}. Name them in its "
@@ -132,6 +139,11 @@ class PolicyCosts:
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.policy.parameters())
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that training changes."""
+        return sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
 
     def mean(self, workload: Workload, computation: Computation = UPSTREAM) -> Flops:
         """Mean operations of a sample's training step.

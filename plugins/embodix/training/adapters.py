@@ -14,7 +14,7 @@ from typing import Any
 
 from lerobot.configs.train import TrainPipelineConfig
 
-from embodix.policies.adapters import holds_adapters, merge_command
+from embodix.policies.adapters import bare_policy, holds_adapters, merge_command
 from embodix.policies.quantizers import quantizer_of
 from embodix.policies.support import support_of
 
@@ -96,6 +96,27 @@ def _found_from_anywhere(base: Path | str | None) -> Path | str:
             "Start from the checkpoint that it was made from, and quantize the merged policy."
         )
     return folder.resolve() if folder.is_dir() else base
+
+
+def put_adapters_on(policy: Any, node: Mapping[str, Any]) -> Any:
+    """Adapters as the group ``peft`` asks for in a policy that was built without weights; only they are trained.
+
+    Raises:
+        ValueError: see ``settle_adapters``, or a policy for which neither its record nor upstream knows targets.
+    """
+    _require_method(str(node.get("method_type", "LORA")), node.get(ALPHA))
+    targets = node.get("target_modules") or support_of(policy.config.type).peft_targets
+    if policy.config.pretrained_path is None:
+        policy.config.pretrained_path = "the weights of a run"  # without which upstream refuses adapters
+    return bare_policy(policy.wrap_with_peft(peft_cli_overrides={**node, "target_modules": targets}))
+
+
+def knows_targets(policy: Any) -> bool:
+    """Whether adapters can be put on a policy without naming its modules."""
+    from lerobot.policies.pretrained import PreTrainedPolicy
+
+    own = type(policy)._get_default_peft_targets is not PreTrainedPolicy._get_default_peft_targets
+    return own or support_of(policy.config.type).peft_targets is not None
 
 
 def peft_problem() -> str | None:
