@@ -33,12 +33,13 @@ class Source:
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """Prompt lengths of one task, in tokens, and the frames that carry it."""
+    """Prompt lengths of one task, in tokens, and the frames that carry it; ``cut_at`` where upstream cuts a prompt."""
 
     task: str
     num_frames: int
     shortest: int
     longest: int
+    cut_at: int | None = None
 
 
 def read_sources(config: Mapping[str, Any]) -> list[Source]:
@@ -85,6 +86,7 @@ def draws_of(
     prompts: list[TaskPrompt] = []
     for source in sources:
         lengths: dict[tuple[str, int], Draws] = {}
+        whole: dict[str, list[int]] = {}
         for episode in source.facts.episodes:
             images = len(source.slots) - episode.num_absent_cameras
             key = (episode.task, images)
@@ -92,13 +94,16 @@ def draws_of(
                 texts = support.prompt_texts(config["policy"], episode.task, images, source.facts.state_stats)
                 lengths[key] = {}
                 for text, share in texts.items():
-                    sample = (images, min(longest or count(text), count(text)))
+                    length = count(text)
+                    whole.setdefault(episode.task, []).append(length)
+                    sample = (images, min(longest or length, length))
                     lengths[key][sample] = lengths[key].get(sample, 0.0) + share
             for sample, share in lengths[key].items():
                 draws[sample] = draws.get(sample, 0.0) + share * episode.length * source.weight
         for task, frames in source.facts.frames_by_task().items():
-            seen = [length for (name, _), shares in lengths.items() if name == task for _, length in shares]
-            prompts.append(TaskPrompt(task, frames, min(seen), max(seen)))
+            seen = whole[task]
+            cut_at = longest if longest is not None and max(seen) > longest else None
+            prompts.append(TaskPrompt(task, frames, min(seen), max(seen), cut_at))
     return draws, prompts, how
 
 
