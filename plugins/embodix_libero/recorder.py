@@ -19,9 +19,11 @@ from embodix.data.recorded_dataset import (
     RecordedDataset,
     finish_dataset,
     no_bar_per_episode,
+    require_place,
     reuse_dataset,
     write_exact_quantiles,
 )
+from embodix.data.tokenizer import require_vocab_size
 from embodix.simulation.rendering import select_gl_backend
 from embodix_libero import RENDERINGS
 from embodix_libero.setup import activate_libero
@@ -79,8 +81,9 @@ class LiberoRecordSettings:
         for name in ("episodes_per_task", "image_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
-        if self.noise < 0.0 or self.first_state < 0:
-            raise ValueError(f"`noise` and `first_state` must not be negative, got {self.noise}, {self.first_state}.")
+        for name in ("noise", "first_state", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
 
     def dataset_settings(self) -> dict[str, Any]:
         """What decides the content of the data set, as JSON types."""
@@ -104,6 +107,8 @@ def record_libero(settings: LiberoRecordSettings) -> RecordedDataset:
         ValueError: LIBERO is not set up, a task that the controller does not know, or `root` holds something else.
         RuntimeError: nothing renders on this machine, or the controller fails in every initial state.
     """
+    require_place(Path(settings.root))
+    require_vocab_size(settings.vocab_size)
     activate_libero()
     select_gl_backend()
     root = Path(settings.root)

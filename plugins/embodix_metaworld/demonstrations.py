@@ -91,7 +91,10 @@ class RecordSettings:
             raise ValueError(f"`storage` must be 'image' or 'video', got {self.storage!r}.")
         strangers = sorted(set(self.episodes) - set(self.tasks))
         if strangers:
-            raise ValueError(f"`episodes` names tasks that are not in `tasks`: {strangers}; `tasks`: {self.tasks}.")
+            raise ValueError(
+                f"`episodes` names tasks that are not in `tasks`: {strangers}; `tasks`: {self.tasks}. Leave it out "
+                "(~episodes), or name those tasks too."
+            )
         for task in self.tasks:
             if self.num_episodes(task) < 1:
                 raise ValueError(f"Every task needs at least one episode, got {self.num_episodes(task)} for {task}.")
@@ -103,6 +106,11 @@ class RecordSettings:
         for name in ("image_size", "max_shove_steps", "max_episode_steps", "num_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        for name in ("seed", "max_drift_steps", "hold_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
+        if not self.noise_levels or min(self.noise_levels) < 0:
+            raise ValueError(f"`noise_levels` must be one or more numbers from 0 on, got {list(self.noise_levels)}.")
 
     def num_episodes(self, task: str) -> int:
         """How many episodes of a task are recorded."""

@@ -22,9 +22,11 @@ from embodix.data.recorded_dataset import (
     finish_dataset,
     image_key,
     no_bar_per_episode,
+    require_place,
     reuse_dataset,
     write_exact_quantiles,
 )
+from embodix.data.tokenizer import require_vocab_size
 from embodix.simulation.rendering import select_gl_backend
 from embodix_metaworld.demonstrations import Demonstration, EpisodeSummary, RecordingStage, RecordSettings
 from embodix_metaworld.simulator import ACTION_DIM, ACTION_NAMES, FPS, check_cameras, check_state
@@ -66,6 +68,8 @@ def _record_or_reuse(root: Path, settings: RecordSettings) -> RecordedDataset:
 
 
 def _check(settings: RecordSettings) -> None:
+    require_place(Path(settings.root))
+    require_vocab_size(settings.vocab_size)
     check_cameras(settings.cameras)
     check_state(settings.state)
     select_gl_backend()

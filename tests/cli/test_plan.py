@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 
 import pandas
 import pytest
+from rich.console import Console
 
 
 @pytest.fixture
@@ -68,6 +70,39 @@ def test_a_policy_that_nobody_registered_is_planned_as_upstream_runs_it(tmp_path
     (upstream,) = record["variants"]
     assert (upstream["name"], upstream["bound"], upstream["tokens"]) == ("upstream", 1.0, None)
     assert upstream["forward_flops"] > 1e8 and upstream["memory"]["activations"] > 1e6
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_narrow_console_cuts_no_digits_and_a_cut_prompt_says_so(width):
+    from embodix.cli.plan import print_plan
+    from embodix.costs.plan import TrainingPlan, VariantPlan
+    from embodix.costs.policy_costs import Computation, MemoryCount
+    from embodix.costs.workload import TaskPrompt
+
+    count = MemoryCount(parameters=8.06e9, gradients=8.06e9, optimizer=16.1e9, activations=31.7e9)
+    variants = [
+        VariantPlan(name, Computation(), 1258.0, 3.0, 0.281, 289e12, 486e12, 12.34, 12.34, 11.79, count)
+        for name in ("upstream", "vision_tokens=valid", "packing=padding_free")
+    ]
+    prompts = [TaskPrompt("Open the door", 1234567, 180, 200, 60, 0.5), TaskPrompt("Reach", 50, 20, 20)]
+    facts = ("a policy", "the real one", "data", 3, 200, ["a"], ["b"], 10**9, 8, "float32", False, {"plugin": None})
+    plan = TrainingPlan(*facts, {"images": 1258.0}, 0.1, prompts, "Counted.", 0.1, variants, "upstream", [])
+    printed = io.StringIO()
+    print_plan(plan, Console(width=width, file=printed))
+    lines = printed.getvalue().splitlines()
+    for word in (
+        "1258",
+        "12.34×",
+        "11.79×",
+        "289 T",
+        "486 T",
+        "180-260, cut at 200",
+        "1234567",
+        "29.5 GiB",
+        "gradients",
+    ):
+        assert any(word in line for line in lines), word
+    assert width < 80 or max(map(len, lines)) <= max(width, 80)
 
 
 def test_the_config_is_shown_without_torch(tmp_path):

@@ -24,9 +24,9 @@ from embodix.doctor.findings import (
     find_versions,
     inspect_machine,
 )
-from embodix.doctor.needs import attention_target
+from embodix.doctor.needs import attention_target, missing_places
 from embodix.patching import patch_names
-from embodix.plugins import ENTRY_POINT_GROUP, PluginError, PluginRegistry, load_plugins, registry
+from embodix.plugins import ENTRY_POINT_GROUP, PluginRecord, load_plugins, registry
 from embodix.simulation.rendering import GL_BACKENDS, probe_gl_backend
 from embodix_libero.environment import EmbodixLiberoConfig
 from embodix_rlinf_sims import environment as rlinf_sims
@@ -209,13 +209,15 @@ def test_a_gpu_simulator_names_all_that_it_lacks(a_machine, capsys, monkeypatch,
     assert f"env.type=embodix_{option} can't run: no driver {backend}" in needs
 
 
-def test_a_duplicate_registration_is_an_error(capsys, monkeypatch):
-    def fail() -> PluginRegistry:
-        raise PluginError("packer 'same' is registered by both 'one' and 'two'")
-
-    monkeypatch.setattr(doctor, "load_plugins", fail)
-    assert doctor.run([]) == 1
-    assert "registered by both 'one' and 'two'" in capsys.readouterr().err
+def test_a_duplicate_registration_is_named_and_the_rest_is_shown(a_machine, capsys, monkeypatch):
+    found = load_plugins()
+    error = "embodix.plugins.PluginError: packer 'same' is registered by both 'one' and 'two', so 'two' is left out"
+    found.plugins.append(PluginRecord("two", "second 1.0", "second", error))
+    monkeypatch.setattr(doctor, "load_plugins", lambda: found)
+    assert doctor.run(["policy=pi05_small", "--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert any("'two' of second 1.0" in need and "by both 'one' and 'two'" in need for need in printed["needs"])
+    assert "padding_free" in {each["name"] for each in printed["implementations"]}
 
 
 def test_people_see_every_part(a_machine, capsys):
@@ -276,3 +278,15 @@ def test_this_machine_is_described():
     assert found.num_cores >= 1 and found.memory_gib > 0 and found.cpu
     assert bool(found.gpus) != bool(found.gpu_problem)
     assert set(found.rendering) == set(GL_BACKENDS)
+
+
+def test_folders_that_the_overrides_name_are_looked_for(tmp_path):
+    overrides = [f"dataset.root={tmp_path}/nowhere"]
+    faults = list(missing_places(compose("train", ["policy=pi05_small", *overrides]), overrides))
+    assert faults[0].startswith(f"No LeRobotDataset at dataset.root={tmp_path}/nowhere (meta/info.json is missing).")
+    assert faults[1].startswith(f"tokenizer.directory={tmp_path}/nowhere/tokenizer is not there.")
+    (tmp_path / "nowhere" / "meta").mkdir(parents=True)
+    (tmp_path / "nowhere" / "meta" / "info.json").write_text("{}")
+    (tmp_path / "nowhere" / "tokenizer").mkdir()
+    assert list(missing_places(compose("train", ["policy=pi05_small", *overrides]), overrides)) == []
+    assert list(missing_places(compose("train", ["policy=pi05_small"]), [])) == []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,28 @@ def test_a_policy_says_what_it_makes_of_its_fields() -> None:
     (note,) = notes_of(sound_host_config(compose("train", [*chosen, "train.output_dir=nowhere"])))
     assert note.startswith("policy.chunk_size=50 trains 16 steps of actions")
     assert notes_of(sound_host_config(small())) == []
+
+
+def mixture(tmp_path: Path, *overrides: str) -> Any:
+    members = f"dataset.members={{one:{{root:{tmp_path}/one,repo_id:a/b}},two:{{root:{tmp_path}/two,repo_id:a/c}}}}"
+    return small("dataset=mixture", members, *overrides)
+
+
+def test_a_small_policy_without_its_tokenizer_is_told_the_line_to_add(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("embodix.training.config_checks.try_to_load_from_cache", lambda hub_id, name: None)
+    with pytest.raises(ValueError, match=r"Add tokenizer.directory=<data set>/tokenizer"):
+        sound_host_config(mixture(tmp_path))
+    (tmp_path / "two" / "tokenizer").mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"Add tokenizer.directory={tmp_path}/two/tokenizer"):
+        sound_host_config(mixture(tmp_path))
+    assert sound_host_config(mixture(tmp_path, f"tokenizer.directory={tmp_path}/two/tokenizer"))
+    with pytest.raises(ValueError, match="would be fetched from the hub"):
+        sound_host_config(small("dataset=lerobot", "dataset.repo_id=a/b"))
+    assert sound_host_config(compose("train", ["dataset=lerobot", "dataset.repo_id=a/b", "train.output_dir=x"]))
+
+
+def test_a_tokenizer_that_is_cached_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embodix.training.config_checks.try_to_load_from_cache", lambda hub_id, name: "a/path")
+    assert sound_host_config(mixture(tmp_path))

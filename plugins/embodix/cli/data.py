@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
 from embodix.arguments import typed_arguments
-from embodix.cli.hydra_app import run_hydra_app
+from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app
 from embodix.config.compose import options_of
 from embodix.data.recorded_dataset import RecordedDataset
 
@@ -20,17 +22,14 @@ def data_task(cfg: DictConfig) -> None:
     """Record with the registered data source that the config names.
 
     Raises:
-        ValueError: it names none, or what was recorded can't be trained on.
+        ValueError: it names none, settings that the source does not have, or what was recorded can't be trained on.
     """
     fields: Any = OmegaConf.to_container(cfg, resolve=True)
     if "source" not in fields:
         raise ValueError(f"Name what to record: lerobot data <{'|'.join(options_of('data'))}> root=<folder>.")
     source = str(fields.pop("source"))
     record = plugins.resolve("data_sources", source)
-    if settings := fields.get("_target_"):
-        taken = {name: value for name, value in fields.items() if name != "_target_"}
-        fields |= typed_arguments(get_class(settings), taken, f"lerobot data {source}")
-    recorded = record(instantiate(fields, _convert_="all"))
+    recorded = record(_settings(fields, source))
     if isinstance(recorded, RecordedDataset):
         _check(recorded.root)
 
@@ -53,8 +52,29 @@ def _check(root: Path) -> None:
     print("\n".join([f"Checked {report.verdict}", *(finding.sentence for finding in report.warnings)]))
 
 
+def _settings(fields: dict[str, Any], source: str) -> Any:
+    """An instance of the class that ``_target_`` names; the plain fields where there is none."""
+    target = fields.pop("_target_", None)
+    if target is None:
+        return instantiate(fields, _convert_="all")
+    settings = get_class(target)
+    return settings(**typed_arguments(settings, instantiate(fields, _convert_="all"), f"lerobot data {source}"))
+
+
 def run(argv: list[str]) -> int:
     """The first word may name the source: ``<source>`` is ``data=<source>``."""
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         argv = [f"data={argv[0]}", *argv[1:]]
-    return run_hydra_app("data", data_task, argv)
+    # Ended as by Ctrl-C, so that rendering processes end with this one.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run_hydra_app("data", data_task, argv)
+    except KeyboardInterrupt:
+        print(
+            "Interrupted. `root` holds no half-written data set; the same command goes on with what was recorded, or "
+            "begins again where the source keeps nothing.",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)

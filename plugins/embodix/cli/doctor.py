@@ -17,7 +17,7 @@ from embodix.cli.command_line import require_readable
 from embodix.cli.hydra_app import explain
 from embodix.config.compose import compose
 from embodix.doctor.console import show
-from embodix.doctor.needs import diagnose
+from embodix.doctor.needs import diagnose, missing_places
 from embodix.plugins import load_plugins
 
 WIDTH_OF_FILES = 150
@@ -39,6 +39,8 @@ def run(argv: list[str]) -> int:
     diagnosis.overrides = arguments.overrides
     if fault:
         diagnosis.needs.append(fault)
+    if config is not None:
+        diagnosis.needs += missing_places(config, arguments.overrides)
     if arguments.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:

@@ -19,10 +19,12 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from embodix.cli.command_line import require_readable, split_words
 from embodix.cli.hints import USER_MISTAKES, hints_of
+from embodix.cli.sweep import keep_failure, show_what_ended
 from embodix.config.closed import require_known_hydra_keys, require_known_keys
 from embodix.config.compose import CONFIG_MODULE, register_schemas
 from embodix.patching import PatchError
@@ -30,7 +32,7 @@ from embodix.training.stopped import RunStoppedError
 
 CONFIG_PACKAGE = f"pkg://{CONFIG_MODULE}"
 FULL_ERROR = "HYDRA_FULL_ERROR"
-WRONG_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+WRONG_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 NO_ROOM = "Make room; what was finished before is whole, and a run or evaluation is resumed with resume=<folder>."
 NOT_ALLOWED = "Give a folder that can be written, with hydra.run.dir=<folder>."
@@ -70,6 +72,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
         return 1
     finally:
         os.environ[FULL_ERROR] = "1" if wants_traceback else "0"
+        show_what_ended()
     return 0
 
 
@@ -91,9 +94,14 @@ def _closed(task: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
     @functools.wraps(task)
     def run_checked(cfg: DictConfig) -> Any:
         hydra_cfg: Any = HydraConfig.get()
-        require_known_keys(cfg, str(hydra_cfg.job.config_name))
-        require_known_hydra_keys(hydra_cfg)
-        return task(cfg)
+        try:
+            require_known_keys(cfg, str(hydra_cfg.job.config_name))
+            require_known_hydra_keys(hydra_cfg)
+            return task(cfg)
+        except Exception as error:
+            if hydra_cfg.mode == RunMode.MULTIRUN:
+                keep_failure(Path(hydra_cfg.runtime.output_dir), list(hydra_cfg.overrides.task), error)
+            raise
 
     return run_checked
 

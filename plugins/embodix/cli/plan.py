@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,8 +25,10 @@ from embodix.report.words import memory, percent, quantity, ratio
 
 if TYPE_CHECKING:
     from embodix.costs.plan import TrainingPlan
+    from embodix.costs.workload import TaskPrompt
 
 PLAN_FILE = "plan.json"
+WIDEST = 1000
 
 
 def run(argv: list[str]) -> int:
@@ -75,18 +78,18 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
     features = ", ".join(f"{name}={value}" for name, value in plan.features.items() if value not in (None, []))
     console.print(f"Active: {features} (variant: {plan.chosen})\n", highlight=False)
     if plan.tokens:
-        console.print(_token_table(plan))
-    console.print(_prompt_table(plan))
+        _print_whole(_token_table(plan), console)
+    _print_whole(_prompt_table(plan), console)
     for sentence in (*_too_long(plan), plan.prompt_source + "\n"):
         console.print(sentence, highlight=False, soft_wrap=True)
-    console.print(_variant_table(plan))
+    _print_whole(_variant_table(plan), console)
     console.print(
         "Bounds are ratios of operations against upstream, forward and backward; forward alone: "
         f"{ratio(max(variant.forward_bound for variant in plan.variants))} at this size. "
         + (f"Real size is {plan.real_name}; measure small, promise by that.\n" if plan.real_name else "\n"),
         highlight=False,
     )
-    console.print(_memory_table(plan))
+    _print_whole(_memory_table(plan), console)
     console.print(_fitting_gpus(plan), highlight=False)
     for remedy in plan.remedies:
         kind = "same function" if remedy.exact else "changes training"
@@ -97,6 +100,20 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
         "action_pad=mask leaves it out (changes what is learned).",
         highlight=False,
     )
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    """Print a table with all its digits: closer where the console is narrow, and beyond its edge before any is cut."""
+    for column in table.columns:
+        column.no_wrap = True
+    if _width(table, console) > console.width:
+        table.box, table.padding, table.pad_edge = box.SIMPLE_HEAD, (0, 0, 0, 0), False
+    width = max(console.width, _width(table, console))
+    Console(width=width, file=console.file, force_terminal=console.is_terminal).print(table)
+
+
+def _width(table: Table, console: Console) -> int:
+    return console.measure(table, options=console.options.update(width=WIDEST)).maximum
 
 
 def _token_table(plan: TrainingPlan) -> Table:
@@ -126,11 +143,10 @@ def _prompt_table(plan: TrainingPlan) -> Table:
     table.add_column("tokens", justify="right", min_width=7)
     shown = sorted(plan.prompts, key=lambda prompt: -prompt.num_frames)
     for prompt in shown[:20]:
-        table.add_row(prompt.task, str(prompt.num_frames), _range(prompt.shortest, prompt.longest))
+        table.add_row(prompt.task, str(prompt.num_frames), _lengths([prompt]))
     if len(shown) > 20:
         rest = shown[20:]
-        lengths = _range(min(p.shortest for p in rest), max(p.longest for p in rest))
-        table.add_row(f"{len(rest)} more tasks", str(sum(p.num_frames for p in rest)), lengths)
+        table.add_row(f"{len(rest)} more tasks", str(sum(p.num_frames for p in rest)), _lengths(rest))
     return table
 
 
@@ -189,5 +205,9 @@ def _fitting_gpus(plan: TrainingPlan) -> str:
     return f"Fits: {'; '.join(parts)}."
 
 
-def _range(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low}-{high}"
+def _lengths(prompts: Sequence[TaskPrompt]) -> str:
+    """Shortest to longest, and where the policy takes no more."""
+    low, high = min(prompt.shortest for prompt in prompts), max(prompt.longest + prompt.excess for prompt in prompts)
+    words = str(low) if low == high else f"{low}-{high}"
+    cut = next((prompt.longest for prompt in prompts if prompt.excess), None)
+    return words if cut is None else f"{words}, cut at {cut}"

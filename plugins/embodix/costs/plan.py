@@ -269,7 +269,7 @@ def speed_bounds(configs: Mapping[str, Mapping[str, Any]], baseline: str) -> dic
     """
     run, base = RunCosts(configs[baseline]), computation_of(configs[baseline])
     filled, blank = run.cameras()
-    lengths = [length for prompt in run.prompts for length in (prompt.shortest, prompt.longest)]
+    lengths = [length for _, length in run.draws]
     basis = (
         f"Matrix products of forward and backward for {len(filled)} real and {len(blank)} blank cameras, prompts of "
         f"{min(lengths)} to {max(lengths)} tokens."

@@ -6,6 +6,7 @@ other settings is never touched.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,12 +75,28 @@ def episodes_of_task(root: str | Path, task: str) -> list[int]:
     return indices
 
 
+def require_place(root: Path) -> None:
+    """Check that a data set can be written there, before anything is recorded.
+
+    Raises:
+        ValueError: a file, below a file, or below a folder that can't be written.
+    """
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"root={root} is a file; name the folder that the data set is to be.")
+    parent = next(folder for folder in root.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise ValueError(f"root={root} lies below {parent}, which is a file; name another folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"root={root} can't be made: {parent} can't be written by you; name another folder.")
+
+
 def reuse_dataset(root: Path, settings: dict[str, Any]) -> RecordedDataset | None:
     """The finished data set in a folder, None where the folder is missing or empty.
 
     Raises:
-        ValueError: the folder holds something else, or a data set of other settings.
+        ValueError: the folder holds something else, or a data set of other settings, or can't be made.
     """
+    require_place(root)
     if not root.exists() or not any(root.iterdir()):
         return None
     manifest = read_manifest(root)

@@ -28,6 +28,7 @@ SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 SNAPSHOT = "embodix"
 SPACE = "\u2581"
+ALPHABET = tuple(sorted({SPACE, "\n", *map(chr, range(33, 127))}))
 
 
 def build_tokenizer(
@@ -121,17 +122,27 @@ def offline_tokenizer(folder: str | Path, hub_id: str | None = None) -> Iterator
                 os.environ[name] = value
 
 
+def require_vocab_size(vocab_size: int) -> None:
+    """Check the size of a tokenizer before anything is recorded for it.
+
+    Raises:
+        ValueError: it is too small for bytes, letters and special tokens.
+    """
+    smallest = len(SPECIAL_TOKENS) + len(BYTE_TOKENS) + len(ALPHABET)
+    if vocab_size < smallest:
+        raise ValueError(f"`vocab_size` must be at least {smallest} (special tokens, bytes, ASCII), got {vocab_size}.")
+
+
 def _train(instructions: Sequence[str], vocab_size: int) -> Tokenizer:
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors, trainers
 
-    alphabet = sorted({SPACE, "\n", *map(chr, range(33, 127))})
-    smallest = len(SPECIAL_TOKENS) + len(BYTE_TOKENS) + len(alphabet)
-    if vocab_size < smallest:
-        raise ValueError(f"`vocab_size` must be at least {smallest} (special tokens, bytes, ASCII), got {vocab_size}.")
+    require_vocab_size(vocab_size)
     trained = _split_like_gemma(Tokenizer(models.BPE()))
     prompts = [f"Task: {instruction}, State: 0 1 2 3 4 5 6 7 8 9 -1;\nAction: " for instruction in instructions]
     num_reserved = len(SPECIAL_TOKENS) + len(BYTE_TOKENS)
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - num_reserved, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - num_reserved, initial_alphabet=list(ALPHABET), show_progress=False
+    )
     trained.train_from_iterator(prompts, trainer)
     model = json.loads(trained.to_str())["model"]
     vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *BYTE_TOKENS])}

@@ -6,7 +6,8 @@ Each check reads one part of the config and yields one sentence a fault: the rul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -63,6 +64,16 @@ def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnos
     if diagnosis.machine is not None:
         faults += _machine(config, diagnosis.machine)
     return faults
+
+
+def missing_places(config: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
+    """Folders that the overrides name and that are not there; one that a config names itself may be made later."""
+    named = {word.lstrip("+").partition("=")[0] for word in overrides}
+    root, tokenizer = _select(config, "dataset.root"), _select(config, "tokenizer.directory")
+    if "dataset.root" in named and root and not (Path(root) / "meta" / "info.json").is_file():
+        yield f"No LeRobotDataset at dataset.root={root} (meta/info.json is missing). Record one with `lerobot data`."
+    if named & {"dataset.root", "tokenizer.directory"} and tokenizer and not Path(tokenizer).is_dir():
+        yield f"tokenizer.directory={tokenizer} is not there. `lerobot data` builds one in <data set>/tokenizer."
 
 
 def attention_target(config: DictConfig) -> AttentionTarget:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig, OmegaConf
 
 from embodix.arguments import ArgumentError
+from embodix.data.recorded_dataset import TOKENIZER_FOLDER
 from embodix.patching import patch_arguments
 from embodix.policies.support import support_of
 from embodix.training.checkpoint_evaluation import evaluation_options
@@ -82,6 +85,7 @@ def require_sound_config(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None
         ValueError: every fault in a line, with the rule and what was got.
     """
     faults = [*_number_faults(cfg, host_cfg), *_group_faults(cfg), *_policy_faults(cfg, host_cfg)]
+    faults += _tokenizer_faults(cfg)
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -153,6 +157,27 @@ def _unknown_options(group: str, choice: DictConfig, known: Sequence[str]) -> It
             near = difflib.get_close_matches(str(option), known, n=1)
             hint = f" Did you mean {near[0]}?" if near else f" Options: {', '.join(known) or 'none'}."
             yield f"{group}={choice.name} has no option {option!r}.{hint}"
+
+
+def _tokenizer_faults(cfg: DictConfig) -> Iterator[str]:
+    """A policy of sizes of its own has a vocabulary of its own, which the tokenizer on the hub has not."""
+    support = support_of(cfg.policy.type)
+    hub_id = support.tokenizer_hub_id
+    if cfg.architecture is None or cfg.tokenizer.directory is not None or hub_id is None:
+        return
+    if not support.uses_tokenizer_directory() or isinstance(try_to_load_from_cache(hub_id, "tokenizer.json"), str):
+        return
+    yield (
+        f"The tokenizer {hub_id} would be fetched from the hub, and the sizes of `architecture` have a vocabulary of "
+        f"their own. Add tokenizer.directory={_tokenizer_beside(cfg.dataset)}"
+    )
+
+
+def _tokenizer_beside(dataset: DictConfig) -> str:
+    """The folder that `lerobot data` has made beside one of the data sets, else how it is called."""
+    members = dataset.get("members") or {"": dataset}
+    folders = [Path(member.root) / TOKENIZER_FOLDER for member in members.values() if member.get("root")]
+    return str(next((folder for folder in folders if folder.is_dir()), f"<data set>/{TOKENIZER_FOLDER}"))
 
 
 def _policy_faults(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> Iterator[str]:
