@@ -68,6 +68,7 @@ class TrainingSession:
         interruption: ends the run after a whole step where it is asked for; None leaves Ctrl-C to Python.
 
     Attributes:
+        interruption: as given.
         between_steps: called before each batch is fetched, when no step is open; None for nothing.
     """
 
@@ -107,7 +108,7 @@ class TrainingSession:
         self._reference_check: ReferenceCheck | None = None
         self._on_step = on_step
         self._evaluation = evaluation
-        self._interruption = interruption
+        self.interruption = interruption
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
         self._samples: StepSamples | None = None
@@ -228,7 +229,7 @@ class TrainingSession:
         self._lr = float(self.optimizer.param_groups[0]["lr"])  # the one this step uses; the schedule steps after it
         assert self._samples is not None
         finite = all_finite(self._loss, self._grad_norm) and self._samples.inputs_are_finite()
-        asked = self._interruption is not None and self._interruption.requested
+        asked = self.interruption is not None and self.interruption.requested
         own = StepTotals(self._loss, self._grad_norm, self._num_samples, self._token_counts(), asked, finite)
         self._totals = own.over_ranks(self.accelerator, already_total=self.composition is not None)
         if not self._totals.finite:
@@ -325,8 +326,8 @@ class TrainingSession:
 
     def close(self) -> None:
         """Write the final manifest and give upstream's policy back its own methods, and Ctrl-C to Python."""
-        if self._interruption is not None:
-            self._interruption.release()
+        if self.interruption is not None:
+            self.interruption.release()
         if self.features is None:
             return
         if self.accelerator.is_main_process:
@@ -340,8 +341,8 @@ class TrainingSession:
     def _fetch_starts(self) -> None:
         if self._totals is not None and self._totals.interrupted:
             raise RunInterrupted(self._how_to_go_on())
-        if self._interruption is not None:
-            self._interruption.watch()
+        if self.interruption is not None:
+            self.interruption.watch()
         if self.between_steps is not None:
             self.between_steps()
         self.clock.start()
