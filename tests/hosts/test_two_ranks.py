@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -25,14 +28,18 @@ NUM_STEPS = 4
 
 
 def _torchrun(*command: str, mixed_precision: str = "no") -> None:
+    done = _launched(*command, mixed_precision=mixed_precision)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def _launched(*command: str, mixed_precision: str = "no") -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "HYDRA_FULL_ERROR": "1",
         "ACCELERATE_MIXED_PRECISION": mixed_precision,
     }
-    done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=400, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    return subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=400, env=environment)
 
 
 def _overrides(root: Path, folder: Path, *more: str) -> list[str]:
@@ -76,6 +83,28 @@ def test_losses_are_those_of_upstreams_own_ddp_run(
         assert [count.images_upstream for count in counts] == [18] * NUM_STEPS  # three slots, samples of both ranks
         assert losses[0] == pytest.approx(upstream[0], rel=1e-6)
         assert losses == pytest.approx(upstream, rel=1e-5)
+
+
+def test_a_broken_sample_of_one_rank_ends_both(demonstrations: Path, tmp_path: Path) -> None:
+    """Before the optimizer, at the same step, with the samples of both."""
+    broken = shutil.copytree(demonstrations, tmp_path / "broken")
+    data = next((broken / "data").rglob("*.parquet"))
+    table = pq.read_table(data)
+    column = table.column_names.index("action")
+    actions = table.column(column).to_pylist()
+    actions[0][0] = float("inf")
+    field = table.schema.field(column)
+    pq.write_table(table.set_column(column, field, pa.array(actions, type=field.type)), data)
+    chosen = ("dataset.episodes=[0]", "train.batch_size=15", "train.save_freq=1", f"hydra.run.dir={tmp_path}/hydra")
+    done = _launched("-m", "embodix", "train", *_overrides(broken, tmp_path, *chosen))
+    assert done.returncode == 1
+    assert "episode 0 frame 0" in done.stderr and "not finite: action" in done.stderr
+    assert "process 0: episode 0" in done.stderr and "process 1: episode 0" in done.stderr
+    assert done.stderr.count("NonFiniteError: Step ") == 2, "each rank says it"
+    records = tmp_path / "run" / "steps.jsonl"
+    num_trained = len(read_steps(records)) if records.is_file() else 0
+    assert f"Step {num_trained + 1} has a loss of" in done.stderr
+    assert len(list((tmp_path / "run").glob("checkpoints/0*"))) == num_trained
 
 
 def test_the_first_ranks_timings_decide_what_both_compute_in_fp8(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import embodix
 from embodix.report import manifest as manifest_module
 from embodix.report.benchmark import write_benchmark
-from embodix.report.manifest import collect_manifest, collect_provenance, load_manifest
+from embodix.report.manifest import collect_manifest, collect_provenance, load_manifest, write_text_atomically
 
 RESULT = {
     "title": "Packed against padded",
@@ -53,6 +53,21 @@ def test_a_manifest_round_trips(tmp_path):
     assert read.provenance.versions["embodix"] == embodix.__version__
     assert read.provenance.num_cores >= 1
     assert read.provenance.cpu
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    write_text_atomically(path, "whole")
+
+    def half(self, text):
+        with self.open("w") as file:
+            file.write(text[:2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space"):
+        write_text_atomically(path, "another")
+    assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("results.json", "whole")]
 
 
 def test_a_foreign_file_is_refused(tmp_path):

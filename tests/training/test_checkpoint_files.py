@@ -59,6 +59,15 @@ def test_a_file_that_is_gone_is_named(checkpoint: Path, name: str) -> None:
         find_checkpoint(checkpoint).resumption([])
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("embodix_stream.json", b"{}"), ("embodix_loader.safetensors", b"\x02" + bytes(7) + b"{}")]
+)
+def test_a_position_that_says_something_else_is_named(checkpoint: Path, name: str, content: bytes) -> None:
+    (checkpoint / "training_state" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"position in the data that {checkpoint}/training_state holds can't be read"):
+        find_checkpoint(checkpoint).resumption([])
+
+
 def test_the_first_checkpoint_names_no_earlier_one(checkpoint: Path) -> None:
     first = checkpoint.with_name("000001")
     (first / "training_state" / "rng_state.safetensors").unlink()

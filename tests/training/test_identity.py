@@ -154,7 +154,7 @@ def test_the_same_elsewhere_is_the_same(run: Path, trained: Path, tmp_path: Path
 
 
 def test_a_damaged_identity_is_named(run: Path) -> None:
-    (run / IDENTITY).write_text("{")
+    (run / IDENTITY).write_text('{"aspect": {}}')
     with pytest.raises(ValueError, match=r"embodix_identity.json must hold the identity of a run as JSON"):
         _resume(run)
 

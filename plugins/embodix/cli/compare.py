@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from embodix.cli.hydra_app import run_hydra_app
+from embodix.cli.hydra_app import run_hydra_app, write_hydra_record
 
 if TYPE_CHECKING:
     from embodix.report.compare import SpeedBound
@@ -24,6 +24,8 @@ def compare_task(cfg: DictConfig) -> None:
 
     output_dir = Path(HydraConfig.get().runtime.output_dir)
     with owned_folder(output_dir):
+        _require_new(output_dir)
+        write_hydra_record(cfg)
         _compare(cfg, list(HydraConfig.get().overrides.task), output_dir)
 
 
@@ -50,6 +52,12 @@ def _compare(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
     report = write_comparison(output_dir, baseline=variants[0].name, bounds=_bounds(variants))
     print_comparison(report)
     print(f"Report: {output_dir / 'report.html'}")
+
+
+def _require_new(output_dir: Path) -> None:
+    variants = output_dir / "variants"
+    if variants.is_dir():
+        raise FileExistsError(f"{output_dir} holds a comparison already ({variants}). Choose another hydra.run.dir.")
 
 
 def _require_checkpoints(cfg: DictConfig) -> None:

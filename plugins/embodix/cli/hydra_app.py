@@ -35,7 +35,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 WRONG_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 INTERRUPTED = 130  # the exit code of a shell for Ctrl-C
 NO_ROOM = "Make room; what was finished before is whole, and a run or evaluation is resumed with resume=<folder>."
-NOT_ALLOWED = "Give a folder that can be written, with hydra.run.dir=<folder>."
+NOT_ALLOWED = "Make that place writable, or give another folder with hydra.run.dir=<folder>."
 CANNOT_BE_WRITTEN = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), NO_ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), NOT_ALLOWED),

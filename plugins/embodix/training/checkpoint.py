@@ -92,11 +92,18 @@ class Checkpoint:
         require_known_aspects(accepted)
         require_whole(self.folder)
         state = self.folder / TRAINING_STATE_DIR
+        try:
+            loader, stream = LoaderState.load(state), StreamState.load(state)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"The position in the data that {state} holds can't be read ({type(error).__name__}: {error}). Copy "
+                "the checkpoint again, or resume another."
+            ) from error
         return Resumption(
             folder=self.folder,
             step=self.step,
-            loader=LoaderState.load(state),
-            stream=StreamState.load(state),
+            loader=loader,
+            stream=stream,
             identity=RunIdentity.load(state),
             accepted=tuple(accepted),
             of_upstream=self.overrides() is None,

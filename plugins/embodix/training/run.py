@@ -195,6 +195,8 @@ def _train(session: TrainingSession, evaluation: CheckpointEvaluation | None) ->
     host_cfg.output_dir = Path(broadcast_object_list([str(host_cfg.output_dir)])[0])  # each rank resolved its own time
     try:
         train(host_cfg, accelerator=accelerator)
+        if session.interruption is not None:
+            session.interruption.release()  # no step is left to be finished while evaluations are waited for
         if evaluation is not None:
             evaluation.finish()
     finally:

@@ -72,6 +72,7 @@ class TrainingSession:
         schedule: length of the learning-rate schedule; None for upstream's.
 
     Attributes:
+        interruption: as given.
         between_steps: called before each batch is fetched, when no step is open; None for nothing.
     """
 
@@ -112,7 +113,7 @@ class TrainingSession:
         self._reference_check: ReferenceCheck | None = None
         self._on_step = on_step
         self._evaluation = evaluation
-        self._interruption = interruption
+        self.interruption = interruption
         self.schedule = schedule or RunSchedule(host_cfg.steps)
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
@@ -243,7 +244,7 @@ class TrainingSession:
         self._lr = float(self.optimizer.param_groups[0]["lr"])  # the one this step uses; the schedule steps after it
         assert self._samples is not None
         finite = all_finite(self._loss, self._grad_norm) and self._samples.inputs_are_finite()
-        asked = self._interruption is not None and self._interruption.requested
+        asked = self.interruption is not None and self.interruption.requested
         own = StepTotals(self._loss, self._grad_norm, self._num_samples, self._token_counts(), asked, finite)
         self._totals = own.over_ranks(self.accelerator, already_total=self.composition is not None)
         if not self._totals.finite:
@@ -341,8 +342,8 @@ class TrainingSession:
 
     def close(self) -> None:
         """Write the final manifest and give upstream's policy back its own methods, and Ctrl-C to Python."""
-        if self._interruption is not None:
-            self._interruption.release()
+        if self.interruption is not None:
+            self.interruption.release()
         if self.features is None:
             return
         if self.accelerator.is_main_process:
@@ -356,8 +357,8 @@ class TrainingSession:
     def _fetch_starts(self) -> None:
         if self._totals is not None and self._totals.interrupted:
             raise RunInterrupted(self._how_to_go_on())
-        if self._interruption is not None:
-            self._interruption.watch()
+        if self.interruption is not None:
+            self.interruption.watch()
         if self.between_steps is not None:
             self.between_steps()
         self.clock.start()
