@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from embodix.checkpoints.env_features import require_provided
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import policy_config
-from embodix.checkpoints.processor_files import load_processors
+from embodix.checkpoints.processor_files import load_processors, require_whole_processors
 from embodix.data.tokenizer import build_tokenizer, offline_tokenizer
 from embodix.training.host_config import decode_env
 
@@ -124,6 +124,18 @@ def _open_all(model: Path) -> None:
     assert source.train_config is not None
     source.compose_run(source.policy_type(), [])
     load(model)
+
+
+def test_processors_are_whole_or_not_there_at_all(model: Path) -> None:
+    require_whole_processors(model)
+    (model / NORMALIZER).unlink()
+    with pytest.raises(ValueError, match=f"{NORMALIZER}, which is missing"):
+        require_whole_processors(model)
+    (model / PRE).unlink()
+    with pytest.raises(ValueError, match=f"{PRE}, which is missing"):
+        require_whole_processors(model)
+    (model / POST).unlink()
+    require_whole_processors(model)  # a model alone
 
 
 def test_a_step_that_is_not_installed(model: Path) -> None:

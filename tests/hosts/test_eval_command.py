@@ -193,3 +193,16 @@ def test_a_sweep_over_checkpoints_ends_in_one_page(
     assert code == 0
     assert "1_two_tasks cannot be told apart from 0_two_tasks" in printed
     assert (tmp_path / "sweep" / "results.html").is_file()
+
+
+def test_one_checkpoint_beside_itself_with_other_settings(run_folder: Path, tmp_path: Path, evaluate: Command) -> None:
+    entry = f"{{path: {run_folder}, policy.n_action_steps: %d}}"
+    word = f"checkpoint={{one: {entry % 1}, all: {entry % 6}}}"
+    code, printed, errors = evaluate(tmp_path, word, "env.task=reach-v3")
+    assert code == 0, errors
+    assert "all 6 actions of each chunk are executed before the policy looks again" in " ".join(printed.split())
+    changes = {name: results(tmp_path / name)["policy"]["changes"] for name in ("one", "all")}
+    assert changes == {"one": ["policy.n_action_steps=1"], "all": ["policy.n_action_steps=6"]}
+    assert results(tmp_path / "one")["checkpoint"] == results(tmp_path / "all")["checkpoint"]
+    assert json.loads((tmp_path / "pairs.json").read_text())["pairs"]["all"]["num_episodes"] == 2
+    assert "one: with" in (tmp_path / "results.html").read_text()

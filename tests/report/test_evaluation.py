@@ -15,10 +15,14 @@ from evaluation_files import episodes, write_evaluation, write_video
 from PIL import Image
 from rich.console import Console
 
+from embodix.evaluation.episodes import Episode, EpisodeResult
+from embodix.evaluation.session import episode_record
 from embodix.report.evaluation import EpisodeRecord, append_episode, pair_success, read_episodes, read_evaluation
 from embodix.report.evaluation_page import (
     PICTURE_HEIGHT,
     EvaluatedFolder,
+    _cards,
+    _pair_sentence,
     film_strip,
     print_evaluations,
     render_evaluations,
@@ -152,3 +156,50 @@ def test_unusable_results_are_refused(tmp_path: Path, record: dict) -> None:
     with pytest.raises(ValueError, match="Evaluate the run again"):
         read_evaluation(path)
     assert EpisodeRecord("a", 1, True).key == ("a", 1)
+
+
+def episode_json(**changes) -> dict:
+    return {"task": "a", "seed": 1, "success": True, "sum_reward": 1.0, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"success": None}, "success of a, seed 1, is None, not true or false"),
+        ({"success": float("nan")}, "success of a, seed 1, is nan"),
+        ({"success": 2}, "success of a, seed 1, is 2"),
+        ({"sum_reward": float("nan")}, "a reward of a, seed 1, is not finite"),
+        ({"max_reward": float("inf")}, "a reward of a, seed 1, is not finite"),
+    ],
+)
+def test_figures_that_are_none_make_no_rate(tmp_path: Path, changes: dict, message: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"episodes": [episode_json(**changes)]}))
+    with pytest.raises(ValueError, match=message):
+        read_evaluation(path)
+
+
+def test_a_reward_that_is_not_finite_is_none_and_told(tmp_path: Path) -> None:
+    result = EpisodeResult(Episode("a", 1), success=True, num_steps=3, sum_reward=float("nan"), max_reward=2.0)
+    record = episode_record(result)
+    assert (record.sum_reward, record.max_reward, record.success) == (None, 2.0, True)
+    path = write_evaluation(tmp_path, "embodix", 4)
+    content = json.loads(path.read_text())
+    content["episodes"][0]["sum_reward"] = None
+    path.write_text(json.dumps(content))
+    page = render_evaluations([EvaluatedFolder(read(path))], tmp_path)
+    assert "1 episode had no finite reward; mean rewards are of the others." in page
+
+
+def test_what_cannot_be_compared_is_said_and_called_neither_same_nor_different(tmp_path: Path) -> None:
+    first, second = (read(write_evaluation(tmp_path / name, name, 4)) for name in ("one", "two"))
+    apart = dataclasses.replace(second, outcomes={("a", 1): True}, episodes=(EpisodeRecord("a", 1, True),))
+    said = io.StringIO()
+    print_evaluations([first, apart], Console(file=said, width=300))
+    assert "two and one have no episode in common: nothing is said of their difference." in said.getvalue()
+    unknown = dataclasses.replace(pair_success(first, second), low=float("nan"))
+    sentence = _pair_sentence(first, second, unknown)
+    assert "nothing can be said of two against one" in sentence
+    assert "told apart" not in sentence and "differs" not in sentence
+    (card,) = [card for card in _cards([first, second], [(first, second, unknown)]) if "against" in card.label]
+    assert (card.figure, card.kind) == ("not known", "plain")

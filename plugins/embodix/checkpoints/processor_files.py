@@ -40,6 +40,16 @@ def load_processors(
     return processors
 
 
+def require_whole_processors(folder: Path) -> None:
+    """Refuse a model folder that has some of its processors' files; one without any is of a model alone.
+
+    Raises:
+        ValueError: names the file.
+    """
+    if any((folder / f"{name}.json").exists() for name in NAMES):
+        _require_files(folder)
+
+
 def _require_files(folder: Path) -> None:
     for name in NAMES:
         for step in _steps(folder / f"{name}.json"):

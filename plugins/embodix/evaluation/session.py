@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import time
@@ -100,14 +101,14 @@ class EvaluationSession:
 
 
 def episode_record(result: EpisodeResult) -> EpisodeRecord:
-    """An episode as the files keep it."""
+    """An episode as the files keep it; a reward that is not finite is none."""
     return EpisodeRecord(
         task=result.episode.task,
         seed=result.episode.seed,
         success=result.success,
         num_steps=result.num_steps,
-        sum_reward=result.sum_reward,
-        max_reward=result.max_reward,
+        sum_reward=result.sum_reward if math.isfinite(result.sum_reward) else None,
+        max_reward=result.max_reward if math.isfinite(result.max_reward) else None,
         num_repeats=result.num_repeats,
         video=result.video,
         instruction=result.instruction,

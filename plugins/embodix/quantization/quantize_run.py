@@ -19,6 +19,7 @@ from embodix import plugins
 from embodix.checkpoints.finished_folder import finished_folder
 from embodix.checkpoints.model_folder import find_model
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
+from embodix.checkpoints.processor_files import require_whole_processors
 from embodix.checkpoints.quantized_weights import WEIGHT
 from embodix.checkpoints.skeleton import policy_skeleton, unfed_config
 from embodix.checkpoints.tensor_file import TensorFiles
@@ -189,6 +190,7 @@ class _Quantization:
         self._cfg, self._choices, self._output_dir = cfg, choices, output_dir
         self._source = find_model(cfg.checkpoint).local()
         self._folder, self._output = Path(self._source.model), Path(cfg.output)
+        require_whole_processors(self._folder)
         if self._source.quantizer() is not None:
             raise ValueError(f"checkpoint={cfg.checkpoint} is quantized already; give the one that it was made from.")
         self._source.require_policy("quantize")

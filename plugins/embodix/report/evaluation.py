@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class EpisodeRecord:
 
     Attributes:
         num_steps: until success, or until the limit.
+        sum_reward, max_reward: over these steps; None where a reward was not finite, too.
         num_repeats: how often it was begun again because its simulator died.
         video: path relative to the file.
         instruction: what the simulator's task says; the results name it once a task.
@@ -212,9 +214,20 @@ def _episodes(records: Sequence[Mapping[str, Any]]) -> tuple[EpisodeRecord, ...]
     names = [field.name for field in dataclasses.fields(EpisodeRecord)]
     episodes = tuple(EpisodeRecord(**{key: record[key] for key in names if key in record}) for record in records)
     num_different = len({episode.key for episode in episodes})
+    for episode in episodes:
+        _require_sound(episode)
     if not episodes or num_different != len(episodes):
         raise ValueError(f"{len(episodes)} episodes with {num_different} different (task, seed) pairs")
     return episodes
+
+
+def _require_sound(episode: EpisodeRecord) -> None:
+    """An outcome is true or false, and a figure finite: of anything else no rate or mean can be taken."""
+    rewards = (episode.sum_reward, episode.max_reward)
+    if not isinstance(episode.success, bool):
+        raise ValueError(f"success of {episode.task}, seed {episode.seed}, is {episode.success!r}, not true or false")
+    if any(reward is not None and not math.isfinite(reward) for reward in rewards):
+        raise ValueError(f"a reward of {episode.task}, seed {episode.seed}, is not finite; null stands for such a one")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,6 +236,9 @@ def _cards(evaluations: Sequence[Evaluation], pairs: Sequence[Pair]) -> list[Car
     found = [_success_card(evaluation) for evaluation in evaluations]
     for baseline, variant, pair in pairs:
         label = f"{variant.name} against {baseline.name}"
+        if not _is_known(pair):
+            found.append(Card(label, "not known", _pair_sentence(baseline, variant, pair), "plain"))
+            continue
         kind = "plain" if pair.low <= 0.0 <= pair.high else colour(pair.low > 0.0)
         sentence = (
             f"{_pair_points(pair)} on {count(pair.num_episodes, 'episode')} that both ran (exact McNemar test, p = "
@@ -264,6 +268,11 @@ def _control_card(evaluation: Evaluation, name: str, prefix: str) -> Card:
 
 def _pair_sentence(baseline: Evaluation, variant: Evaluation, pair: PairedSuccess) -> str:
     """What the paired episodes say of two checkpoints."""
+    if not _is_known(pair):
+        return (
+            f"On {count(pair.num_episodes, 'episode')} that both ran, nothing can be said of {variant.name} against "
+            f"{baseline.name}: the interval of their difference is not finite."
+        )
     apart = "cannot be told apart from" if pair.low <= 0.0 <= pair.high else "differs from"
     return (
         f"On {count(pair.num_episodes, 'episode')} that both ran, {variant.name} {apart} {baseline.name}: the "
@@ -271,6 +280,10 @@ def _pair_sentence(baseline: Evaluation, variant: Evaluation, pair: PairedSucces
         f"only {baseline.name} {pair.only_baseline}, only {variant.name} {pair.only_variant} (exact McNemar test, "
         f"p = {pair.p_value:.2g})."
     )
+
+
+def _is_known(pair: PairedSuccess) -> bool:
+    return all(map(math.isfinite, (pair.difference, pair.low, pair.high, pair.p_value)))
 
 
 def _pair_points(pair: PairedSuccess) -> str:
@@ -281,7 +294,11 @@ def _pair_points(pair: PairedSuccess) -> str:
 
 def _warnings(evaluations: Sequence[Evaluation]) -> list[str]:
     """What a reader must mind."""
-    found = []
+    found = [
+        f"{variant.name} and {evaluations[0].name} have no episode in common: nothing is said of their difference."
+        for variant in evaluations[1:]
+        if pair_success(evaluations[0], variant) is None
+    ]
     for evaluation in evaluations:
         found += [f"{evaluation.name}: {note}" for note in evaluation.details.get("policy", {}).get("notes", [])]
         repeated = [episode for episode in evaluation.episodes if episode.num_repeats]
@@ -294,6 +311,12 @@ def _warnings(evaluations: Sequence[Evaluation]) -> list[str]:
             found.append(
                 f"{evaluation.name} was interrupted and continued: its batches were composed otherwise than in one go, "
                 "which can change the last digits of an action."
+            )
+        without = [episode for episode in evaluation.episodes if episode.sum_reward is None]
+        if without and len(without) < len(evaluation.episodes):
+            found.append(
+                f"{evaluation.name}: {count(len(without), 'episode')} had no finite reward; mean rewards are of the "
+                "others."
             )
         num_per_task = min(success.num_episodes for success in evaluation.by_task.values())
         if num_per_task < 10:

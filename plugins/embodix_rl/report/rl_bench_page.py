@@ -231,13 +231,13 @@ def _best_cards(baseline: VariantResult, best: VariantResult) -> list[Card]:
             f"{best.name} against {baseline.name}",
             ratio(best.ratio),
             f"{own:.1f} fresh frames a second, {baseline.name} {other:.1f}; the fastest of its variants.",
-            colour(own > other),
+            colour(own > other) if best.ratio is not None and math.isfinite(best.ratio) else "plain",
         ),
         Card(
             f"{best.name}, of the bound",
             percent(best.bound_share),
             f"{bound}; {baseline.name} reaches {percent(baseline.bound_share)} of it.",
-            "good",
+            "good" if math.isfinite(best.bound_share) else "plain",
         ),
     ]
 

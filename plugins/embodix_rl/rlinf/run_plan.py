@@ -47,6 +47,7 @@ def plan_run(cfg: DictConfig, folder: Path) -> RunPlan:
         ValueError: sizes, placement, environment, policy or runner that can't run so.
     """
     _require_legal_intervals(cfg)
+    _require_legal_numbers(cfg)
     placement = place(PlacementSettings(**_plain(cfg.placement)))
     sizes = sizes_of(cfg, placement)
     runner: HostRunner = plugins.build("runners", cfg.runner.name, _plain(cfg.runner.options))
@@ -78,6 +79,15 @@ def _require_legal_intervals(cfg: DictConfig) -> None:
             f"RLinf evaluates whatever it saves: rl.save_every={save} must be a multiple of rl.eval_every={evaluate}; "
             f"nearest: {nearest}."
         )
+
+
+def _require_legal_numbers(cfg: DictConfig) -> None:
+    for name in ("lr", "value_lr"):
+        if not cfg.optim[name] > 0:
+            raise ValueError(f"optim.{name} is a positive learning rate; got {cfg.optim[name]}.")
+    for group, name in (("rl", "seed"), ("evaluation", "first_seed")):
+        if cfg[group][name] < 0:
+            raise ValueError(f"{group}.{name} is a seed from 0 on; got {cfg[group][name]}.")
 
 
 def _require_whole_episodes(cfg: DictConfig) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,6 +127,8 @@ def _flow_node(cfg: DictConfig, policy: Mapping[str, Any]) -> dict[str, Any]:
             f"rollout.chunk={cfg.rollout.chunk} action steps are more than the {config['chunk_size']} that the policy "
             f"of {cfg.checkpoint} predicts."
         )
+    env: Any = OmegaConf.to_container(cfg.env, resolve=True)
+    _require_environment(env)
     return {
         "model_type": FLOW_MODEL,
         "checkpoint": cfg.checkpoint,
@@ -135,7 +136,7 @@ def _flow_node(cfg: DictConfig, policy: Mapping[str, Any]) -> dict[str, Any]:
         "trainable": OmegaConf.to_container(cfg.trainable) if cfg.trainable is not None else None,
         "features": feature_node(cfg),
         "tokenizer": cfg.tokenizer.directory,
-        "env": OmegaConf.to_container(cfg.env, resolve=True),
+        "env": env,
         "action_dim": config["output_features"]["action"]["shape"][0],
         "sampler": OmegaConf.to_container(cfg.sampler, resolve=True) if cfg.sampler is not None else {},
         "value": OmegaConf.to_container(cfg.value, resolve=True) if cfg.value is not None else {},
@@ -201,13 +202,29 @@ def _checkpoint_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of a run, checkpoint or model folder.
 
     Raises:
-        ValueError: none there.
+        ValueError: none there, or a damaged one.
     """
     places = [folder / inner / "config.json" for inner in ("", "pretrained_model", "checkpoints/last/pretrained_model")]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise ValueError(f"checkpoint={folder} holds no model: {', '.join(map(str, places))} are missing.")
-    return dict(json.loads(found.read_text()))
+    from embodix.checkpoints.model_folder import read_json
+    from embodix.checkpoints.processor_files import require_whole_processors
+
+    require_whole_processors(found.parent)
+    return dict(read_json(found))
+
+
+def _require_environment(env: Mapping[str, Any]) -> None:
+    """Find a wrong field or task here rather than in every worker.
+
+    Raises:
+        ValueError: as the environment says it.
+    """
+    from embodix.simulation.simulators import simulators_of
+    from embodix.training.host_config import decode_env
+
+    assert simulators_of(decode_env(env)).tasks
 
 
 def _latency_policy_node(cfg: DictConfig, policy: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ register_models()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
 from rlinf.data.embodied_io_struct import Trajectory  # noqa: E402
 from rlinf.data.embodied_io_struct import convert_trajectories_to_batch as to_batch  # noqa: E402
 from rlinf.scheduler import AcceleratorType  # noqa: E402
@@ -29,7 +30,7 @@ from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E40
 from embodix.config.compose import compose  # noqa: E402
 from embodix_rl.rlinf.latency_policy import LatencyPolicy  # noqa: E402
 from embodix_rl.rlinf.run_plan import plan_run  # noqa: E402
-from embodix_rl.rlinf.workers.streaming_actor import StreamingActor  # noqa: E402
+from embodix_rl.rlinf.workers.streaming_actor import StreamingActor, TrajectorySamples  # noqa: E402
 from embodix_rl.scheduling.streamer import MicroBatchStreamer  # noqa: E402
 
 SHARDS, ENVS, STEPS, CHUNK = 2, 8, 4, 5
@@ -49,6 +50,7 @@ SCENARIOS = {
         "optim.micro_batch=32",
         "algorithm.filter_rewards=true",
     ],
+    "grpo_even": ["algorithm=grpo", "optim.global_batch=64"],
 }
 
 
@@ -151,12 +153,27 @@ def main(scenario: str) -> None:
     torch.manual_seed(1)
     sync, ours = SyncHost(cfg), AsyncHost(cfg)
     given = trajectories(sync.model, cfg)
+    told = {}
+    if scenario == "grpo_even":
+        for trajectory in given:
+            trajectory.rewards[:, -cfg.algorithm.group_size :] = 0.0  # all of a group fail
+        told = _even_groups(cfg, given[0])
     before = [weight.detach().clone() for weight in sync.model.parameters()]
     sync.update(given)
     ours.update(given)
     steps = (sync.optimizer_steps, ours.optimizer_steps)
     moved, apart = _apart(before, sync.model.parameters()), _apart(sync.model.parameters(), ours.model.parameters())
-    print(json.dumps({"scenario": scenario, "steps": steps, "moved": moved, "apart": apart}))
+    print(json.dumps({"scenario": scenario, "steps": steps, "moved": moved, "apart": apart, **told}))
+
+
+def _even_groups(cfg: Any, trajectory: Trajectory) -> dict[str, Any]:
+    """What a trajectory's denominator is with its even groups and without, and how many they are."""
+    counted = {}
+    for treatment in ("count", "leave_out"):
+        chosen = OmegaConf.merge(cfg, {"embodix": {"rl_vla3": {"even_groups": treatment}}})
+        samples = TrajectorySamples(chosen)(trajectory, "env 0")
+        counted[treatment] = samples.num_counted
+    return {"counted": counted, "groups": [samples.groups.even, samples.groups.compared]}
 
 
 def _apart(several: Any, others: Any) -> float:

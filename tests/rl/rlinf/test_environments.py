@@ -133,6 +133,38 @@ def test_without_auto_reset_a_finished_episode_waits_for_the_reset():
     assert not (terminations | truncations).any()
 
 
+def test_the_end_of_one_episode_touches_no_other_environment():
+    """Episodes end at different times; each environment is what it is alone, to the bit."""
+    dense = {"embodix": {"reward": {"source": "reward", "scale": 1.0, "step_cost": 0.0, "success_bonus": 0.0}}}
+    together = _simulated(num_envs=3, **dense)
+    alone = [_simulated(num_envs=1, place=place, num_places=3, **dense) for place in range(3)]
+    _assert_rows_equal(together.reset(), [env.reset() for env in alone])
+    ended = []
+    for number in range(30):
+        actions = _expert_chunk(together, 2)
+        actions[number % 3] *= 0.3  # some are slower, so that episodes end apart
+        found = together.chunk_step(actions)
+        _assert_rows_equal(found, [env.chunk_step(actions[place : place + 1]) for place, env in enumerate(alone)])
+        ended.append((found[2] | found[3]).any(dim=1).tolist())
+    apart = [row for row in ended if any(row) and not all(row)]
+    assert len(apart) >= 5
+    assert all(any(row[place] for row in ended) for place in range(3))
+
+
+def _assert_rows_equal(together, alone):
+    """What a call gave for all environments, and for each alone; what only an end brings may be missing alone."""
+    if isinstance(together, torch.Tensor):
+        assert torch.equal(together, torch.cat(alone))
+    elif isinstance(together, dict):
+        for key, value in together.items():
+            _assert_rows_equal(value, [one[key] for one in alone]) if all(key in one for one in alone) else None
+    elif isinstance(together, (list, tuple)) and together and not isinstance(together[0], str):
+        for place, value in enumerate(together):
+            _assert_rows_equal(value, [one[place] for one in alone])
+    elif isinstance(together, list):
+        assert together == [one[0] for one in alone]
+
+
 def test_ignored_terminations_let_an_episode_go_on_to_its_last_step():
     ended = {}
     for ignore in (False, True):

@@ -151,6 +151,10 @@ def test_parameters_after_an_update_are_those_of_rlinfs_synchronous_update():
         "grpo": [1, 1],
         "grpo_steps": [4, 4],
         "grpo_filtered": [2, 2],
+        "grpo_even": [1, 1],
     }
+    (even,) = (one for one in results if one["scenario"] == "grpo_even")
+    assert even["groups"] == [1, 2]
+    assert even["counted"]["leave_out"] == even["counted"]["count"] / 2 > 0
     for one in results:
         assert one["moved"] > 5e-3 and one["apart"] < 2e-5, one

@@ -71,6 +71,9 @@ def test_host_nodes_are_merged_last(tmp_path):
         (["env.step_s={mean_s: 1, kind: normal}"], r"constant, lognormal"),
         (["+env.speed=3"], r"env=latency has no field speed"),
         (["env=none"], r"needs an environment"),
+        (["optim.lr=-1"], r"optim.lr is a positive learning rate; got -1"),
+        (["optim.value_lr=0"], r"optim.value_lr is a positive learning rate; got 0"),
+        (["rl.seed=-1"], r"rl.seed is a seed from 0 on; got -1"),
         (["policy.inference_s=0.5"], r"seconds by batch size"),
         (["+policy.depth=3"], r"policy=latency has no field depth"),
         (["env=metaworld"], r"acts in env=latency only"),
@@ -111,6 +114,24 @@ def test_a_checkpoint_gives_the_policy_its_sizes(tmp_path):
         _plan(tmp_path, *overrides, "rollout.chunk=25", "optim.global_batch=16")
     with pytest.raises(ValueError, match="of type pi05, not groot"):
         _plan(tmp_path, *overrides[:1], "policy=groot_n15_small", *overrides[2:], "optim.global_batch=80")
+
+
+def test_what_every_worker_would_stumble_over_is_found_before_they_start(tmp_path):
+    config = {"type": "pi05", "chunk_size": 10, "output_features": {"action": {"shape": [4]}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    overrides = ["env=metaworld", "policy=pi05_small", f"checkpoint={tmp_path}", "rollout.chunk=5", "rollout.steps=50"]
+    overrides.append("optim.global_batch=80")
+    with pytest.raises(ValueError, match=r"'rech-v3' is no MetaWorld task"):
+        _plan(tmp_path, *overrides, "env.task=rech-v3")
+    with pytest.raises(ValueError, match=r"env.episode_length must be at least 1; got 0"):
+        _plan(tmp_path, *overrides, "env.episode_length=0")
+    (tmp_path / "policy_preprocessor.json").write_text('{"steps": []}')
+    with pytest.raises(ValueError, match=r"policy_postprocessor.json, which is missing"):
+        _plan(tmp_path, *overrides)
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "policy_preprocessor.json").unlink()
+    with pytest.raises(ValueError, match=r"config.json is no JSON"):
+        _plan(tmp_path, *overrides)
 
 
 def test_a_run_is_resumed_from_its_last_checkpoint(tmp_path):

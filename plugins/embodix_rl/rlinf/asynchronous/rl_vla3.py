@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from embodix.arguments import typed_arguments
+from embodix_rl.objectives.groups import TREATMENTS
 from embodix_rl.rlinf.run_sizes import GRPO, PPO, RunSizes, require_legal
 from embodix_rl.rlinf.runners import SyncRunner, WorkerClasses, attribute, worker_classes
 
@@ -32,6 +33,9 @@ class AsyncSettings:
         normalization: of advantages: ``exact`` over the global batch, or by the moments of the ``previous`` one, which
             lets a trajectory be trained on at once.
         behaviour_cap: largest weight of the policy that is trained over the one that sampled; None for none.
+        even_groups: of GRPO, those that all fail or all succeed, which teach nothing: ``count`` has their chunks in the
+            denominator of the loss, as RLinf does; ``leave_out`` has them not, so that fewer groups that differ do not
+            make the step smaller. Their share is ``rollout/even_group_share`` of the metrics either way.
         part_bytes: of the parts that weights are sent in.
         deadline_s: the longest wait for another process, after which the run ends and says who waited for whom.
         isolate_simulators: each environment worker's simulators are a process of their own, which is started again when
@@ -49,6 +53,7 @@ class AsyncSettings:
     max_wait_s: float | None = None
     normalization: str = "exact"
     behaviour_cap: float | None = 5.0
+    even_groups: str = "count"
     part_bytes: int = 64 * 1024**2
     deadline_s: float = 600.0
     isolate_simulators: bool = True
@@ -73,6 +78,8 @@ class AsyncSettings:
                 f"runner.options.simulator_deadline_s; runner.options.deadline_s={self.deadline_s:g} would end the run "
                 f"before. Set simulator_deadline_s below {self.deadline_s / RESET_FACTOR:g}."
             )
+        if self.even_groups not in TREATMENTS:
+            raise ValueError(f"runner.options.even_groups is one of {', '.join(TREATMENTS)}; got {self.even_groups!r}.")
         if self.normalization not in NORMALIZATIONS:
             raise ValueError(
                 f"runner.options.normalization is one of {', '.join(NORMALIZATIONS)}; got {self.normalization!r}."

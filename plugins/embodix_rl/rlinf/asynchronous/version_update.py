@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from embodix_rl.objectives.groups import GroupCount
 from embodix_rl.objectives.objective import (
     Losses,
     ObjectiveSettings,
@@ -65,6 +66,7 @@ class ShardSamples:
         counted_N: bool, the chunks that the mean of the losses is over; None for the valid ones.
         shard: that generated it.
         num_steps: chunk steps; the chunks are ordered by step, then environment. 0 where no order is asked for.
+        groups: that GRPO compared.
     """
 
     inputs: Mapping[str, Tensor]
@@ -72,6 +74,7 @@ class ShardSamples:
     counted_N: Tensor | None = None
     shard: str = ""
     num_steps: int = 0
+    groups: GroupCount = field(default_factory=GroupCount)
 
     def __getitem__(self, rows_N: Tensor) -> ShardSamples:
         """Some of the chunks, without their order."""

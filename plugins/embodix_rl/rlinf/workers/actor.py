@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from embodix_rl.rlinf.extension import ReportingWorker, activate
 
 activate("actor")  # before RLinf's modules are imported, hence the order below
 
+import torch  # noqa: E402
 from rlinf.workers.actor.async_ppo_fsdp_worker import AsyncPPOEmbodiedFSDPActor  # noqa: E402
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E402
 from rlinf.workers.actor.fsdp_actor_worker_pipeline import PipelineEmbodiedFSDPActor  # noqa: E402
 
+from embodix_rl.objectives.even_groups import even_groups  # noqa: E402
 from embodix_rl.rlinf.export import export_saved  # noqa: E402
+from embodix_rl.rlinf.run_sizes import GRPO  # noqa: E402
 from embodix_rl.rlinf.task_config import FLOW_MODEL  # noqa: E402
 from embodix_rl.rlinf.training_records import Consumption  # noqa: E402
 
@@ -59,7 +63,22 @@ class EmbodixActor(CountingActor, EmbodiedFSDPActor):
 
     def compute_advantages_and_returns(self) -> Any:
         self.count_versions(self.rollout_batch["versions"], fresh=True)
-        return super().compute_advantages_and_returns()
+        metrics = super().compute_advantages_and_returns()
+        if self.cfg.algorithm.adv_type == GRPO:
+            metrics |= even_group_metrics(self.rollout_batch, self.cfg.algorithm.group_size, self.device)
+        return metrics
+
+
+def even_group_metrics(batch: Mapping[str, Any], group_size: int, device: Any) -> dict[str, float]:
+    """The share of even groups among those of all ranks, of a batch with advantages ``[S, E]`` or ``[S, E, C]``."""
+    advantages, mask = batch["advantages"], batch.get("loss_mask")
+    valid = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask.bool().expand_as(advantages)
+    by_chunk = torch.where(valid, advantages, 0.0).abs().flatten(2) if advantages.ndim > 2 else advantages[..., None]
+    counts = even_groups(by_chunk.abs().amax(dim=2), valid.reshape(*valid.shape[:2], -1).any(dim=2), group_size)[1]
+    of_all = torch.tensor([float(counts.even), float(counts.compared)], device=device)
+    torch.distributed.all_reduce(of_all)
+    even, compared = of_all.tolist()
+    return {"even_group_share": even / compared} if compared else {}
 
 
 class EmbodixPipelineActor(CountingActor, PipelineEmbodiedFSDPActor):

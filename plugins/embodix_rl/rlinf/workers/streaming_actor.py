@@ -29,6 +29,8 @@ from rlinf.utils.utils import reshape_entropy  # noqa: E402
 from rlinf.workers.actor.fsdp_actor_worker import EmbodiedFSDPActor  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from embodix_rl.objectives.even_groups import even_groups  # noqa: E402
+from embodix_rl.objectives.groups import GroupCount  # noqa: E402
 from embodix_rl.objectives.objective import SampledChunks  # noqa: E402
 from embodix_rl.rlinf.asynchronous.exchange import (  # noqa: E402
     TAKEN,
@@ -49,7 +51,7 @@ from embodix_rl.rlinf.asynchronous.version_update import (  # noqa: E402
     VersionUpdate,
     objective_of,
 )
-from embodix_rl.rlinf.run_sizes import PPO  # noqa: E402
+from embodix_rl.rlinf.run_sizes import GRPO, PPO  # noqa: E402
 from embodix_rl.rlinf.workers.actor import CountingActor  # noqa: E402
 from embodix_rl.scheduling.streamer import MicroBatchStreamer, OptimizerStepDue, Prepare, StreamedSample, Train, Work  # noqa: E402
 from embodix_rl.scheduling.waiting import waiting  # noqa: E402
@@ -76,7 +78,7 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
 
     def _build_update(self) -> None:
         algorithm: Any = OmegaConf.to_container(self.cfg.algorithm, resolve=True)
-        self._samples_of = TrajectorySamples(self.cfg)
+        self._samples_of, self._groups = TrajectorySamples(self.cfg), GroupCount()
         objective = objective_of(algorithm, self._settings.behaviour_cap)
         micro_batch = self.cfg.actor.micro_batch_size
         self._gradient = gradient = StreamedUpdate(self._evaluate, objective, micro_batch, self._micro_batch_context)
@@ -187,6 +189,7 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
         self._num_valid += 1
         self.count_versions(trajectory.versions, fresh=True)
         samples = self._prepared(trajectory, shard)
+        self._groups += samples.groups
         return self._streamer.add(StreamedSample(samples, advantages=samples.moments))
 
     def _prepared(self, trajectory: Trajectory, shard: str) -> ShardSamples:
@@ -210,7 +213,8 @@ class StreamingActor(CountingActor, EmbodiedFSDPActor):
     def _work(self, one: Work) -> dict[str, float]:
         if isinstance(one, OptimizerStepDue):
             metrics = self._update.finish() if self._num_valid else {}  # of masked ones there is nothing to learn
-            self._num_valid = 0
+            metrics |= self._groups.metrics()
+            self._num_valid, self._groups = 0, GroupCount()
             self.lr_scheduler.step()
             return metrics
         for sample in one.samples:
@@ -269,7 +273,7 @@ class TrajectorySamples:
     """
 
     def __init__(self, cfg: Any) -> None:
-        self._cfg = cfg
+        self._cfg, self._leaves_out = cfg, cfg.embodix.rl_vla3.even_groups == "leave_out"
         one_epoch = OmegaConf.merge(cfg, {"env": {"train": {"rollout_epoch": 1}}})
         self._host = SimpleNamespace(cfg=one_epoch)  # all that RLinf's method reads of its worker
 
@@ -280,6 +284,12 @@ class TrajectorySamples:
         estimated = self._estimated(batch)
         steps, envs = batch["prev_logprobs"].shape[:2]
         valid, weights, counted = self._masks(batch, steps, envs)
+        groups = GroupCount()
+        if self._cfg.algorithm.adv_type == GRPO:
+            advantages_SE, valid_SE = estimated["advantages"].reshape(steps, envs), valid.reshape(steps, envs)
+            even_E, groups = even_groups(advantages_SE, valid_SE, self._cfg.algorithm.group_size)
+            if self._leaves_out:
+                counted = counted & ~even_E.repeat(steps)
         values, returns = batch.get("prev_values"), estimated.get("returns")
         sampled = SampledChunks(
             log_probs_BTA=batch["prev_logprobs"].flatten(0, 1),
@@ -290,7 +300,7 @@ class TrajectorySamples:
             weights_B=weights,
         )
         inputs = {name: value.flatten(0, 1) for name, value in batch["forward_inputs"].items()}
-        return ShardSamples(inputs, sampled, counted, shard, steps)
+        return ShardSamples(inputs, sampled, counted, shard, steps, groups)
 
     def _estimated(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         algorithm = self._cfg.algorithm
