@@ -16,7 +16,8 @@ from embodix.contracts import SampleLayout, SampleShape
 from embodix.costs.dataset_facts import padded_action_share
 from embodix.costs.plan import RunCosts, plan_training, smallest_gpu, speed_bounds
 from embodix.costs.policy_costs import EMBODIX, UPSTREAM
-from embodix.costs.workload import padded, token_counter
+from embodix.costs.workload import padded
+from embodix.data.token_counts import token_counter
 from embodix.policies.support import support_of
 from embodix_pi05.counting import prompt_texts
 from embodix_pi05.testing import SMALL_ARCHITECTURE

@@ -23,7 +23,10 @@ from embodix.checks.run_needs import RunNeeds, needs_of
 from embodix.checks.value_rules import episode_findings, value_findings
 from embodix.data.joined_columns import JOIN, Join, decode_join
 from embodix.data.mixture_spec import STATISTICS, decode_mixture, is_mixture
+from embodix.data.token_counts import token_counter, tokenizer_file
+from embodix.policies.support import support_of
 
+PROMPT_FIELD = "tokenizer_max_length"
 STATISTICS_CHOICES = ("recorded", "exact")
 
 
@@ -46,23 +49,16 @@ def check_data(
     node = config["dataset"]
     statistics = statistics_choice(node)
     assert host_cfg.policy is not None
+    needs = needs_of(host_cfg.policy, config.get("rename_map") or {}, statistics, bool(node.get("use_imagenet_stats")))
+    check = functools.partial(_check_local, config=config, images=images, may_be_absent=may_be_absent)
     if not is_mixture(node):
-        needs = needs_of(host_cfg.policy, config.get("rename_map") or {}, statistics)
-        needs = replace(
-            needs, imagenet=bool(node.get("use_imagenet_stats")), prompt_length=prompt_length(config, needs)
-        )
-        root = folder_of(node)
         join = decode_join(f"dataset.{JOIN}", node.get(JOIN))
-        check = functools.partial(_check_local, needs=needs, images=images, may_be_absent=may_be_absent)
-        return check(str(node.get("repo_id") or root), root, node, join)
+        return check(str(node.get("repo_id") or node["root"]), node, join, needs=needs)
     reports = []
     for member in decode_mixture(node).members:
         renamed = {camera: slot for camera, slot in (member.cameras or {}).items() if slot is not None}
-        needs = replace(needs_of(host_cfg.policy, renamed, statistics), imagenet=bool(node.get("use_imagenet_stats")))
-        needs = replace(needs, prompt_length=prompt_length(config, needs), cameras=())  # the mixture maps them itself
-        root = folder_of(vars(member))
-        check = functools.partial(_check_local, needs=needs, images=images, may_be_absent=may_be_absent)
-        reports.append((member.name, check(member.repo_id, root, vars(member), member.join)))
+        own = replace(needs, rename_map=renamed, cameras=())  # the mixture looks at its cameras itself
+        reports.append((member.name, check(member.repo_id, vars(member), member.join, needs=own)))
     return merged(reports)
 
 
@@ -83,24 +79,40 @@ def folder_of(node: Mapping[str, Any]) -> Path:
     return Path(node["root"]) if node.get("root") else Path(HF_LEROBOT_HOME) / str(node["repo_id"])
 
 
-def prompt_length(config: Mapping[str, Any], needs: RunNeeds) -> Any:
-    return None
+def _with_prompts(needs: RunNeeds, config: Mapping[str, Any], reading: DatasetReading) -> RunNeeds:
+    """The needs with a count of a prompt's tokens, where the tokenizer is on this machine."""
+    support, longest = support_of(needs.policy), config["policy"].get(PROMPT_FIELD)
+    states = [
+        own for key, own in reading.figures.items() if needs.rename_map.get(key, key) == OBS_STATE and own.minimum
+    ]
+    if not needs.language or longest is None or not states or tokenizer_file(config, support) is None:
+        return needs
+    count, _ = token_counter(config, support)
+    stats = {name: values.tolist() for name, values in exact_statistics(states[0]).items()}
+    cameras = len(reading.tables.cameras)
+
+    def length(task: str) -> int:
+        return max(map(count, support.prompt_texts(config["policy"], task, cameras, stats)))
+
+    return replace(needs, prompt_length=length, max_prompt=int(longest))
 
 
 def _check_local(
     name: str,
-    root: Path,
     node: Mapping[str, Any],
     join: Join,
+    *,
+    config: Mapping[str, Any],
     needs: RunNeeds,
     images: str,
     may_be_absent: bool,
 ) -> CheckReport:
+    root = folder_of(node)
     absent = not (root / "data").is_dir() if may_be_absent else not root.is_dir() and node.get("root") is None
     if absent:
         return CheckReport(name, 0, 0, [], [], "not on this machine, so not looked at")
-    episodes = node.get("episodes")
-    return check_dataset(name, read_dataset(root, episodes, images, join), needs)
+    reading = read_dataset(root, node.get("episodes"), images, join)
+    return check_dataset(name, reading, _with_prompts(needs, config, reading))
 
 
 def check_dataset(name: str, reading: DatasetReading, needs: RunNeeds) -> CheckReport:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,10 +65,7 @@ class RunNeeds:
 
 
 def needs_of(
-    policy: PreTrainedConfig,
-    rename_map: Mapping[str, str],
-    statistics: str = "recorded",
-    own_cameras: Sequence[str] = (),
+    policy: PreTrainedConfig, rename_map: Mapping[str, str], statistics: str = "recorded", imagenet: bool = True
 ) -> RunNeeds:
     """What a policy's config asks for.
 
@@ -76,7 +73,7 @@ def needs_of(
         policy: upstream's config.
         rename_map: upstream's.
         statistics: which the run normalises by.
-        own_cameras: further slots, which a mixture's members may fill.
+        imagenet: whether images are normalised by ImageNet's.
     """
     support = support_of(policy.type)
     inputs: Mapping[str, Any] = policy.input_features or {}
@@ -88,9 +85,10 @@ def needs_of(
         normalisation=modes,
         bounded=bounded,
         chunk=len(policy.action_delta_indices or [0]),
-        cameras=(*declared, *own_cameras),
+        cameras=tuple(declared),
         widths={key: int(width) for key, width in widths.items() if width is not None},
         rename_map=dict(rename_map),
         language=support.offers("prompt_texts"),
         statistics=statistics,
+        imagenet=imagenet,
     )

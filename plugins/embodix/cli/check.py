@@ -42,5 +42,8 @@ def run(argv: list[str]) -> int:
             print_check(report, Console())
             print(f"Page: {page}")
 
-    code = run_hydra_app("check", check_task, [argument for argument in argv if argument != "--json"])
+    try:
+        code = run_hydra_app("check", check_task, [argument for argument in argv if argument != "--json"])
+    finally:
+        logging.disable(logging.NOTSET)
     return code or (FOUND_WRONG if errors else 0)
