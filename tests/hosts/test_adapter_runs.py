@@ -131,6 +131,22 @@ def test_composed_batches_and_checkpointed_layers_train_adapters(
     assert any(name.endswith("lora_B.weight") and weight.any() for name, weight in _adapters(tmp_path / "run").items())
 
 
+def test_adapters_are_trained_beside_products_in_low_precision(
+    overrides_of: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    targets = "peft.target_modules='.*language_model.*(q|v)_proj'"
+    losses = {}
+    for precision in ("none", "fp8_block_emulated"):
+        folder = tmp_path / precision
+        choices = ("+plugin=embodix", targets, f"precision={precision}", "train.steps=2")
+        losses[precision] = [record.loss for record in train_here(overrides_of("pi05", folder, *choices)).records]
+    converted = json.loads((folder / "manifest.json").read_text())["settings"]["precision"]["converted"]
+    assert len(converted) == 3 * 7
+    assert sum(module["path"].endswith("_proj.base_layer") for module in converted) == 3 * 2
+    assert losses["fp8_block_emulated"] != losses["none"]
+    assert losses["fp8_block_emulated"] == pytest.approx(losses["none"], rel=0.05)
+
+
 def test_alpha_scales_the_adapters(overrides_of: Callable[..., list[str]], tmp_path: Path) -> None:
     """A scale of lora_alpha / r: the file says so, and the second step, after the first change, has another loss."""
     losses = {}

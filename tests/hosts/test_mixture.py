@@ -23,6 +23,7 @@ from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch.utils.data import default_collate
 
 from embodix.attention.cpu import SegmentAuto
+from embodix.checkpoints.merging import merge_adapters
 from embodix.checkpoints.model_folder import find_model
 from embodix.config.compose import compose
 from embodix.data.embodiments import embodiment_folder, load_embodiment
@@ -88,6 +89,29 @@ def test_the_packed_run_equals_the_padded_baseline(mixture_run: Callable[..., li
     }
     assert losses["embodix"] == pytest.approx(losses["none"], rel=1e-6)
     assert len(set(losses["none"])) == 4
+
+
+def test_adapters_of_a_mixture_are_trained_and_merged_for_each_member(
+    mixture_run: Callable[..., list[str]], whole_run: Path, tmp_path: Path
+) -> None:
+    base = whole_run / "checkpoints" / "last" / "pretrained_model"
+    options = ("peft=lora", "peft.r=2", f"policy.pretrained_path={base}", "train.steps=2", "train.save_freq=2")
+    losses = {
+        plugin: losses_of(mixture_run(*options, f"+plugin={plugin}", f"train.output_dir={tmp_path}/{plugin}"))
+        for plugin in ("none", "embodix")
+    }
+    assert losses["embodix"] == pytest.approx(losses["none"], rel=1e-5)
+    merged = tmp_path / "merged"
+    assert merge_adapters(find_model(tmp_path / "embodix"), merged).num_adapters == 2 * 3 + 2
+    for member in ("arm", "hands"):
+        folder = merged / "embodiments" / member
+        assert not list(folder.glob("adapter*"))
+        assert (folder / "model.safetensors").resolve() == merged / "model.safetensors"
+        assert json.loads((folder / "config.json").read_text())["use_peft"] is False
+    with pytest.raises(ValueError, match=r"is one embodiment of a mixture; give the whole one: .*/pretrained_model"):
+        merge_adapters(
+            find_model(tmp_path / "embodix/checkpoints/last/pretrained_model/embodiments/arm"), tmp_path / "x"
+        )
 
 
 def test_the_manifest_tells_the_mixture(whole_run: Path) -> None:

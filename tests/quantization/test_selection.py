@@ -93,3 +93,17 @@ def test_another_policy_and_a_wrapped_one_are_refused():
         choose_modules(nn.ModuleDict({"policy": policy}), "pi05")
     with pytest.raises(ValueError, match="no linear layer at all"):
         choose_modules(nn.Identity(), "pi05")
+
+
+def test_below_adapters_the_same_layers_are_converted():
+    """Adapters stand in the places of layers, which are what they were; their own low ranks are never converted."""
+    bare, adapted = small_pi05(), small_pi05()
+    adapted.config.pretrained_path = "base"
+    adapted.wrap_with_peft(peft_cli_overrides={"r": 2, "target_modules": r".*language_model.*[qv]_proj|.*lm_head"})
+    paths = converted(adapted, "pi05", unused_heads=True)
+    assert [path.removesuffix(".base_layer") for path in paths] == converted(bare, "pi05", unused_heads=True)
+    assert sum(path.endswith(".base_layer") for path in paths) == 2 * 3 + 1
+    kept = [choice for choice in choose_modules(adapted, "pi05", unused_heads=True) if not choice.convert]
+    assert [choice.path for choice in kept if choice.kind == "unused_head"] == [
+        "model.paligemma_with_expert.gemma_expert.lm_head.base_layer"
+    ]

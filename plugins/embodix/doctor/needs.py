@@ -60,7 +60,7 @@ def unmet_needs(config: DictConfig, registry: PluginRegistry, diagnosis: Diagnos
     """Every fault of this installation that stops a run of ``config``."""
     faults = [*_versions(diagnosis.versions), *_plugins(config, registry), *_patches(config)]
     faults += [*_implementations(config, registry), *_precision(config, registry), *_quantization(config, registry)]
-    faults += _environment(config, registry)
+    faults += [*_environment(config, registry), *_adapters(config)]
     if diagnosis.machine is not None:
         faults += _machine(config, diagnosis.machine)
     return faults
@@ -182,6 +182,16 @@ def _machine(config: DictConfig, machine: MachineFinding) -> Iterator[str]:
     if _select(config, "env") and all(machine.rendering.values()):
         reasons = "; ".join(f"{backend}: {reason}" for backend, reason in machine.rendering.items())
         yield f"env renders off-screen, and no backend can: {reasons}. Install libegl1 and libegl-mesa0, or libosmesa6."
+
+
+def _adapters(config: DictConfig) -> Iterator[str]:
+    if _select(config, "peft") is None:
+        return
+    from embodix.training.adapters import peft_problem
+
+    problem = peft_problem()
+    if problem is not None:
+        yield problem
 
 
 def _environment(config: DictConfig, registry: PluginRegistry) -> Iterator[str]:

@@ -102,7 +102,7 @@ def require_policy_class(policy: nn.Module, policy_type: str, host_class: type) 
         raise ValueError(
             f"The fast path of {policy_type} takes lerobot's {host_class.__name__}; got {found!r} "
             f"({type(policy).__module__}.{type(policy).__qualname__}). Choose the wrapper of that policy, and "
-            "install before wrapping it in DDP or PEFT."
+            "install before wrapping it in DDP, and below a model of PEFT (embodix.policies.adapters.bare_policy)."
         )
 
 

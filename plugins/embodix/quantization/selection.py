@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from embodix.contracts import ModuleKind
+from embodix.policies.adapters import WRAPPED_LAYER
 from embodix.policies.support import require_offered, support_of
 
 CONVERTED: dict[ModuleKind, str] = {
@@ -71,23 +72,24 @@ def choose_modules(
         raise ValueError(
             f"The language model of a {policy_type} policy has layers that match "
             f"{support.module_kinds['language_linear']}; got none ({found}, ...). Pass LeRobot's bare policy, before "
-            "DDP or PEFT wrap it."
+            "DDP wraps it."
         )
     return choices
 
 
 def module_kind(path: str, policy_type: str) -> ModuleKind:
-    """The part of the policy that a module belongs to, by its full path."""
-    return next(
-        (kind for kind, pattern in support_of(policy_type).module_kinds.items() if re.fullmatch(pattern, path)), "other"
-    )
+    """The part of the policy that a module belongs to, by its full path; below an adapter it is what it was."""
+    own_path = path.removesuffix(WRAPPED_LAYER)
+    kinds = support_of(policy_type).module_kinds
+    return next((kind for kind, pattern in kinds.items() if re.fullmatch(pattern, own_path)), "other")
 
 
 def _choice(
     path: str, module: nn.Linear | nn.Embedding, kind: ModuleKind, asked: dict[str, bool], kept: Mapping[str, str]
 ) -> ModuleChoice:
     shape = (module.weight.shape[0], module.weight.shape[1])
-    reason = next((reason for pattern, reason in kept.items() if re.fullmatch(pattern, path)), None)
+    own_path = path.removesuffix(WRAPPED_LAYER)
+    reason = next((reason for pattern, reason in kept.items() if re.fullmatch(pattern, own_path)), None)
     if reason is not None:
         return ModuleChoice(path, kind, shape, convert=False, reason=reason)
     convert = asked.get(kind, False)

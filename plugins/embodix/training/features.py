@@ -163,7 +163,7 @@ def select_training_features(cfg: DictConfig) -> FeatureSelection:
         instead = f"; precision={precisions[0]} trains with low-precision matrix products" if precisions else ""
         raise ValueError(
             f"quantization={selection.quantization.name} is for evaluation and rollout: its weights have no gradient, "
-            f"so there is nothing to train. Set quantization=none{instead}."
+            f"and upstream's checkpoints, of adapters too, stand on unquantized ones. Set quantization=none{instead}."
         )
     return selection
 
