@@ -102,16 +102,11 @@ def _group_faults(override: Override) -> Iterator[str]:
         yield f"{name!r} has no key; an override reads key=value."
         return
     groups = groups_with_options()
-    if group not in groups or override.is_delete():
+    value: Any = override.value()
+    if group not in groups or override.is_delete() or isinstance(value, dict):  # a mapping is merged into the node
         return
     options = groups[group]
-    value: Any = override.value()
-    if isinstance(value, dict):
-        yield (
-            f"{group!r} is a group: choose one of its options ({', '.join(options)}), and set fields by their names, "
-            f"{group}.<field>=...; got {name}."
-        )
-    elif isinstance(value, ChoiceSweep):
+    if isinstance(value, ChoiceSweep):
         yield from _missing_options(group, [str(item) for item in override.sweep_iterator()], options)
     elif isinstance(value, list):
         yield from _missing_options(group, [str(item) for item in value], options)

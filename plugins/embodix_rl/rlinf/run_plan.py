@@ -77,9 +77,7 @@ def _require_known_algorithm(cfg: DictConfig) -> None:
     for name in cfg.algorithm:
         near = difflib.get_close_matches(str(name), known, n=1, cutoff=NEAR)
         if name not in known and near:
-            raise ValueError(
-                f"algorithm.{name} is no field of RLinf's that is known; did you mean algorithm.{near[0]}?"
-            )
+            raise ValueError(f"algorithm.{name} is not known of RLinf; did you mean algorithm.{near[0]}?")
 
 
 def known_fields(group: str) -> list[str]:
