@@ -129,6 +129,19 @@ def test_a_mapping_is_merged_into_the_node_of_a_group() -> None:
     assert read.value() == {"type": "aloha"}
 
 
+@pytest.mark.parametrize("searched", [["--config-dir"], ["-cd"], None])
+def test_an_option_in_a_folder_of_the_users_own_is_taken(
+    outcome: Callable[..., Any], tmp_path: Any, searched: list[str] | None
+) -> None:
+    (tmp_path / "mine" / "packing").mkdir(parents=True)
+    (tmp_path / "mine" / "packing" / "own.yaml").write_text("name: padding_free\n")
+    folder = str(tmp_path / "mine")
+    where = [*searched, folder] if searched else [f"hydra.searchpath=[file://{folder}]"]
+    code, printed = outcome("train", "--cfg", "job", "-p", "packing", *where, "packing=own")
+    assert code == 0, printed
+    assert "name: padding_free" in printed
+
+
 def test_no_hint_is_given_where_all_words_are_right() -> None:
     from embodix.cli.hints import hints_of
 
