@@ -30,7 +30,6 @@ UNREADABLE = {
     "packing=nine": "'nine' is no option of group 'packing'",
     "packing=3": "'packing' is a group",
     "packing=null": "'packing' is a group",
-    "packing={a: b}": "'packing' is a group",
     "packing=[none,nine]": "'nine' is no option of group 'packing'",
     "packing=none,nine": "'nine' is no option of group 'packing'",
     "policy=pi05/small": "'pi05/small' is no option of group 'policy'",
@@ -47,6 +46,7 @@ UNKNOWN = {
     "+hydra.run.dirr=3": "'hydra.run.dirr' is no field of Hydra",
 }
 TRAINING = {
+    "packing={a: b}": "'packing' is a group",
     "plugin=embodix": "'plugin' is added with a plus: +plugin=embodix",
     "++plugin=embodix": "'plugin' is added with one plus: +plugin=embodix",
     "~plugin": "no option of 'plugin' is chosen",
@@ -120,6 +120,26 @@ def test_an_odd_line_is_answered_in_words(outcome: Callable[..., Any], verb: str
 
 def test_there_are_many_and_unlike_lines() -> None:
     assert sum(map(len, LINES.values())) >= 60
+
+
+def test_a_mapping_is_merged_into_the_node_of_a_group() -> None:
+    from embodix.cli.command_line import require_readable
+
+    (read,) = require_readable(["+env={type: aloha}"])
+    assert read.value() == {"type": "aloha"}
+
+
+@pytest.mark.parametrize("searched", [["--config-dir"], ["-cd"], None])
+def test_an_option_in_a_folder_of_the_users_own_is_taken(
+    outcome: Callable[..., Any], tmp_path: Any, searched: list[str] | None
+) -> None:
+    (tmp_path / "mine" / "packing").mkdir(parents=True)
+    (tmp_path / "mine" / "packing" / "own.yaml").write_text("name: padding_free\n")
+    folder = str(tmp_path / "mine")
+    where = [*searched, folder] if searched else [f"hydra.searchpath=[file://{folder}]"]
+    code, printed = outcome("train", "--cfg", "job", "-p", "packing", *where, "packing=own")
+    assert code == 0, printed
+    assert "name: padding_free" in printed
 
 
 def test_no_hint_is_given_where_all_words_are_right() -> None:

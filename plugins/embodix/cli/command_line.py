@@ -8,7 +8,7 @@ over where its option does not exist. Here each word is read by itself.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import hydra
@@ -39,8 +39,18 @@ def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in flags], flags
 
 
-def require_readable(words: Sequence[str]) -> list[Override]:
+def adds_search_path(argv: Sequence[str]) -> bool:
+    """Whether folders of the user's own are searched for groups and options, too."""
+    known, _ = get_args_parser().parse_known_args(list(argv))
+    named = any(word.lstrip("+").startswith("hydra.searchpath") for word in known.overrides)
+    return named or known.config_dir is not None or known.config_path is not None
+
+
+def require_readable(words: Sequence[str], *, knows_options: bool = True) -> list[Override]:
     """The overrides that the words are.
+
+    Args:
+        knows_options: whether the options of groups are those of the packages alone.
 
     Raises:
         CommandLineError: words that Hydra's grammar can't read, each with what is wrong, or options that do not exist.
@@ -51,7 +61,8 @@ def require_readable(words: Sequence[str]) -> list[Override]:
             read += OverridesParser.create().parse_overrides([word])
         except HydraException as error:
             faults.append(_unreadable(word, error))
-    faults += [fault for override in read for fault in _group_faults(override)]
+    groups = groups_with_options() if read and knows_options else {}
+    faults += [fault for override in read for fault in _group_faults(override, groups)]
     if faults:
         raise CommandLineError("\n".join(faults))
     return read
@@ -96,22 +107,16 @@ def _unreadable(word: str, error: HydraException) -> str:
     return f"{word!r} can't be read: {str(error).splitlines()[0]}. {QUOTING}"
 
 
-def _group_faults(override: Override) -> Iterator[str]:
+def _group_faults(override: Override, groups: Mapping[str, Sequence[str]]) -> Iterator[str]:
     name, group = str(override.input_line), override.key_or_group
     if not group:
         yield f"{name!r} has no key; an override reads key=value."
         return
-    groups = groups_with_options()
-    if group not in groups or override.is_delete():
+    value: Any = override.value()
+    if group not in groups or override.is_delete() or isinstance(value, dict):  # a mapping is merged into the node
         return
     options = groups[group]
-    value: Any = override.value()
-    if isinstance(value, dict):
-        yield (
-            f"{group!r} is a group: choose one of its options ({', '.join(options)}), and set fields by their names, "
-            f"{group}.<field>=...; got {name}."
-        )
-    elif isinstance(value, ChoiceSweep):
+    if isinstance(value, ChoiceSweep):
         yield from _missing_options(group, [str(item) for item in override.sweep_iterator()], options)
     elif isinstance(value, list):
         yield from _missing_options(group, [str(item) for item in value], options)

@@ -33,7 +33,9 @@ def hints_of(config_name: str, words: Sequence[str]) -> list[str]:
     hints = []
     for override in overrides:
         name = override.key_or_group
-        if name in groups:
+        if isinstance(override.value(), dict):
+            hints += _mapping(config_name, override, groups.get(name))
+        elif name in groups:
             hints += _plus(override, name in chosen, chosen.get(name))
         elif name not in keys and not override.is_add() and not override.is_force_add():
             hints.append(_unknown(config_name, name, keys, groups))
@@ -75,6 +77,17 @@ def _base_config(config_name: str, choices: Sequence[Override]) -> DictConfig | 
         except (*USER_MISTAKES, ValueError):
             continue
     return None
+
+
+def _mapping(config_name: str, override: Override, options: list[str] | None) -> list[str]:
+    """For a mapping that can't be merged into the node of a group."""
+    if options is None or _composes(config_name, str(override.input_line)):
+        return []
+    group = override.key_or_group
+    return [
+        f"{group!r} is a group: choose one of its options ({', '.join(options)}), and set fields by their names, "
+        f"{group}.<field>=...; got {override.input_line}."
+    ]
 
 
 def _plus(override: Override, is_chosen: bool, option: str | None) -> list[str]:

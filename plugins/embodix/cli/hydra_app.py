@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from embodix.cli.command_line import require_readable, split_words
+from embodix.cli.command_line import adds_search_path, require_readable, split_words
 from embodix.cli.hints import USER_MISTAKES, hints_of
 from embodix.cli.sweep import keep_failure, show_what_ended
 from embodix.config.closed import require_known_hydra_keys, require_known_keys
@@ -57,7 +57,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
     os.environ[FULL_ERROR] = "1"  # Hydra then raises instead of printing and leaving
     try:
         register_schemas(config_name)
-        require_readable(words)
+        require_readable(words, knows_options=not adds_search_path(argv))
         hydra.main(version_base="1.3", config_path=CONFIG_PACKAGE, config_name=config_name)(_closed(task))()
     except OSError as error:
         if wants_traceback or (error.errno not in CANNOT_BE_WRITTEN and not isinstance(error, WRONG_PATHS)):

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
 from embodix.contracts import HostRunner
+from embodix_rl import hydra_conf
 from embodix_rl.rlinf.asynchronous.queue_checkpoint import require_resumable
 from embodix_rl.rlinf.rlinf_config import host_config
 from embodix_rl.rlinf.run_sizes import GRPO, Placement, RunSizes, place, require_legal_evaluation
 from embodix_rl.schema import ClusterSettings, PlacementSettings
+
+NEAR = 0.8  # of two names that are spellings of one
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ def plan_run(cfg: DictConfig, folder: Path) -> RunPlan:
     """
     _require_legal_intervals(cfg)
     _require_legal_numbers(cfg)
+    _require_known_algorithm(cfg)
     placement = place(PlacementSettings(**_plain(cfg.placement)))
     sizes = sizes_of(cfg, placement)
     runner: HostRunner = plugins.build("runners", cfg.runner.name, _plain(cfg.runner.options))
@@ -64,6 +70,22 @@ def plan_run(cfg: DictConfig, folder: Path) -> RunPlan:
     if queue_sizes is not None and host.runner.resume_dir is not None:
         require_resumable(Path(host.runner.resume_dir), queue_sizes)
     return RunPlan(sizes, placement, runner, ClusterSettings(**_plain(cfg.cluster)), host)
+
+
+def _require_known_algorithm(cfg: DictConfig) -> None:
+    """RLinf reads more of its node than the options of the group have, and passes over a field that is misspelt."""
+    known = known_fields("algorithm")
+    for name in cfg.algorithm:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=NEAR)
+        if name not in known and near:
+            raise ValueError(f"algorithm.{name} is not known of RLinf; did you mean algorithm.{near[0]}?")
+
+
+def known_fields(group: str) -> list[str]:
+    """Fields that the options of a group of this package have."""
+    options = (files(hydra_conf) / group).iterdir()
+    nodes: list[Any] = [OmegaConf.create(option.read_text()) for option in options if option.name[-5:] == ".yaml"]
+    return sorted({str(name) for node in nodes for name in node.get(group) or {}})
 
 
 def _require_legal_intervals(cfg: DictConfig) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from embodix.arguments import typed_arguments
 from embodix.policies.support import require_offered
 from embodix_rl.latency import BatchTime, Durations
 
@@ -138,11 +139,27 @@ def _flow_node(cfg: DictConfig, policy: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer": cfg.tokenizer.directory,
         "env": env,
         "action_dim": config["output_features"]["action"]["shape"][0],
-        "sampler": OmegaConf.to_container(cfg.sampler, resolve=True) if cfg.sampler is not None else {},
-        "value": OmegaConf.to_container(cfg.value, resolve=True) if cfg.value is not None else {},
+        **flow_settings(cfg),
         # None is wrapped by itself: the packed computation calls parts of layers, whose parameters must be there.
         "wrapped_layers": [],
     }
+
+
+def flow_settings(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    """The nodes ``sampler`` and ``value``, of which the workers make their settings.
+
+    Raises:
+        ValueError: a field that the settings do not have, or a value that they refuse.
+    """
+    from embodix_rl.flow.chain import ChainSettings
+    from embodix_rl.flow.flow_policy import ValueSettings
+
+    nodes: dict[str, dict[str, Any]] = {}
+    for name, settings in (("sampler", ChainSettings), ("value", ValueSettings)):
+        written: Any = OmegaConf.to_container(cfg[name], resolve=True) if cfg[name] is not None else {}
+        nodes[name] = typed_arguments(settings, written, name)
+        settings(**nodes[name])
+    return nodes
 
 
 def feature_node(cfg: DictConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from embodix.plugins import PluginError
 from embodix_rl.rlinf import hosts
 from embodix_rl.rlinf.rl_run import run_rl
 from embodix_rl.rlinf.run_plan import plan_run
+from embodix_rl.rlinf.task_config import flow_settings
 
 
 def _plan(folder, *overrides):
@@ -150,3 +151,43 @@ def test_a_run_without_rlinf_says_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"runs in RLinf: wanted rlinf>=0.3.0.*wanted ray.*`make rl`"):
         run_rl(compose("rl", []), [], tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+algorithm.gama=0.9", r"algorithm.gama is not known of RLinf; did you mean algorithm.gamma\?"),
+        ("+algorithm.clip_ratio_hi=0.3", "did you mean algorithm.clip_ratio_high"),
+        ("runner.options.streaming=maybe", "runner 'rl_vla3', option 'streaming', is true or false; got 'maybe'"),
+        ("+runner.options.stream=no", r"runner 'rl_vla3' has no option 'stream'. Did you mean 'streaming'\?"),
+    ],
+)
+def test_misspelt_fields_of_open_nodes_are_refused(tmp_path, override, message):
+    with pytest.raises(ValueError, match=message):
+        _plan(tmp_path, "runner=rl_vla3", override)
+
+
+def test_words_of_switches_are_read_and_other_fields_of_rlinf_are_passed_on(tmp_path):
+    plan = _plan(tmp_path, "runner=rl_vla3", "runner.options.streaming=no", "+algorithm.rollout_top_k=3")
+    assert plan.host.embodix.rl_vla3.streaming is False
+    assert plan.host.algorithm.rollout_top_k == 3
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"sampler": {"noise_levl": 0.3}}, "sampler has no option 'noise_levl'. Did you mean 'noise_level'"),
+        ({"sampler": {"noise_level": "much"}}, "sampler, option 'noise_level', is a number; got 'much'"),
+        ({"value": {"detached": "maybe"}}, "value, option 'detached', is true or false; got 'maybe'"),
+        ({"value": {"features": "prefixes"}}, "is one of prefix, action; got 'prefixes'. Did you mean prefix"),
+    ],
+)
+def test_settings_of_a_flow_are_checked_before_workers_start(node, message):
+    cfg = OmegaConf.merge(compose("rl", []), node)
+    with pytest.raises(ValueError, match=message):
+        flow_settings(cfg)
+
+
+def test_settings_of_a_flow_are_typed():
+    cfg = OmegaConf.merge(compose("rl", []), {"value": {"detached": "no"}, "sampler": {"candidate_steps": [0, "1"]}})
+    assert flow_settings(cfg) == {"sampler": {"candidate_steps": (0, 1)}, "value": {"detached": False}}
