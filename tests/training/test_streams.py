@@ -70,8 +70,17 @@ def test_what_upstream_would_ignore_is_refused(
         train_here(run_of(videos, *STREAMED, *changes))
 
 
+def test_images_are_refused(blobs: Path, run_of: Overrides) -> None:
+    with pytest.raises(
+        ValueError, match=r"no batch of streamed images \(observation.images.front of .*streaming=false"
+    ):
+        train_here(run_of(blobs, *STREAMED))
+
+
 def _built(episodes: list[dict[str, Any]], delta_indices: dict[str, list[int]]) -> Any:
-    meta = SimpleNamespace(episodes=episodes, video_keys=["front"], get_video_file_path=lambda *_: "front/file-001.mp4")
+    meta = SimpleNamespace(
+        episodes=episodes, video_keys=["front"], features={}, get_video_file_path=lambda *_: "front/file-001.mp4"
+    )
     frames = SimpleNamespace(meta=meta, delta_indices=delta_indices, fps=10, tolerance_s=1e-4, root="somewhere")
     frames.make_frame = None
     return frames

@@ -44,8 +44,9 @@ def guard_stream(dataset: Any) -> None:
     """Make a built stream end with an error at the first frame that cannot be read.
 
     Raises:
-        ValueError: a video that upstream would read at another time, or action chunks longer than its window.
+        ValueError: images, a video that upstream would read at another time, or action chunks beyond its window.
     """
+    _require_videos(dataset)
     _require_window(dataset)
     _require_video_places(dataset)
     dataset.make_frame = functools.partial(_make_frame, dataset, dataset.make_frame)
@@ -82,6 +83,15 @@ def _place(dataset: Any, frames: Any) -> str:
     files = [dataset.meta.get_video_file_path(episode, key) for key in dataset.meta.video_keys]
     files = files or [dataset.meta.get_data_file_path(episode)]
     return f"Frame {frame} of episode {episode} ({', '.join(map(str, files))} of {dataset.root})"
+
+
+def _require_videos(dataset: Any) -> None:
+    images = [key for key, feature in dataset.meta.features.items() if feature["dtype"] == "image"]
+    if images:
+        raise ValueError(
+            f"Upstream makes no batch of streamed images ({', '.join(images)} of {dataset.root}), only of videos. Set "
+            "dataset.streaming=false, or store the cameras as videos."
+        )
 
 
 def _require_window(dataset: Any) -> None:
