@@ -64,6 +64,7 @@ def test_a_third_word_is_refused(run_verb: Command) -> None:
         (["m", "out", "quantization=none"], "lerobot quantize writes quantization=fp8_block; got none"),
         (["m", "out", "rest_dtype=float16"], "rest_dtype must be one of keep, bfloat16, float32; got 'float16'. fp16"),
         (["m", "out", "unused_heads=remove"], "unused_heads must be one of keep, quantize, drop; got 'remove'."),
+        (["m", "out", "+policy.chunk_size=3"], "is quantized as it is; policy.chunk_size would change nothing."),
         (["m", "out", "sizes=no"], "sizes must be one of also, only; got 'no'."),
         (
             ["m", "out", "unused_heads=drop", "quantization.options.unused_heads=true"],

@@ -198,7 +198,8 @@ def test_a_sweep_over_checkpoints_ends_in_one_page(
 def test_one_checkpoint_beside_itself_with_other_settings(run_folder: Path, tmp_path: Path, evaluate: Command) -> None:
     entry = f"{{path: {run_folder}, policy.n_action_steps: %d}}"
     word = f"checkpoint={{one: {entry % 1}, all: {entry % 6}}}"
-    code, printed, errors = evaluate(tmp_path, word, "env.task=reach-v3")
+    simulator = ["env=metaworld", "env.task=reach-v3", "env.image_size=28", "env.episode_length=8"]
+    code, printed, errors = evaluate(tmp_path, word, *simulator)
     assert code == 0, errors
     assert "all 6 actions of each chunk are executed before the policy looks again" in " ".join(printed.split())
     changes = {name: results(tmp_path / name)["policy"]["changes"] for name in ("one", "all")}

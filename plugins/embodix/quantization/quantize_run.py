@@ -161,6 +161,12 @@ def run_quantization(cfg: DictConfig, overrides: Sequence[str], output_dir: Path
         ValueError: a mistake in the config or the checkpoint, or a gate that fails; nothing is written then.
     """
     choices = QuantizeChoices.of(cfg, overrides)
+    unread = [] if cfg.checkpoint is None else [f"policy.{name}" for name in cfg.policy if name != "device"]
+    if unread:
+        raise ValueError(
+            f"A checkpoint is quantized as it is; {', '.join(unread[:3])} would change nothing. Leave the policy out, "
+            "but for policy.device of the gate."
+        )
     record = _count_policy(cfg, choices) if cfg.checkpoint is None else _Quantization(cfg, choices, output_dir).run()
     _write_results(record, output_dir)
     return record
