@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from embodix.checkpoints.policy_loading import PolicyChoices
 from embodix.config.compose import compose, options_of
 from embodix.evaluation.choices import check_choices, name_checkpoints, policy_choices
 from embodix.evaluation.controls import other_instructions
+from embodix.evaluation.evaluate import _remarks
 from embodix.evaluation.session import default_num_workers
 from embodix.training.host_config import decode_env
 from embodix_metaworld.environment import EmbodixMetaworldConfig
+from embodix_pi05.prompts import Tally
 
 
 @pytest.mark.parametrize(
@@ -190,3 +193,21 @@ def test_settings_that_are_none_of_a_checkpoints(entry: dict[str, Any]) -> None:
 def test_a_rename_map_is_a_mapping() -> None:
     with pytest.raises(ValueError, match=r"rename_map=\{<environment key>: <policy key>\}; got 'abc'"):
         policy_choices(compose("eval", ["rename_map=abc"]), [])
+
+
+def test_remarks_tell_of_whole_chunks_and_of_shortened_prompts() -> None:
+    tally = Tally(64)
+    tally.num_prompts = 4
+    tally.add("fold the towel", 7)
+    step = SimpleNamespace(_embodix_shortened=tally)
+
+    def remarks(n_action_steps: int) -> list[str]:
+        config = SimpleNamespace(type="pi05", n_action_steps=n_action_steps, chunk_size=6)
+        loaded: Any = SimpleNamespace(policy=SimpleNamespace(config=config), preprocessor=SimpleNamespace(steps=[step]))
+        return _remarks(loaded)
+
+    shortened, whole = remarks(6)
+    assert "'fold the towel' is shortened: its prompts are up to 7 tokens longer than the 64" in shortened
+    assert "1 of 4 prompts (25.0 %)" in shortened
+    assert "all 6 actions of each chunk are executed before the policy looks again" in whole
+    assert remarks(3) == [shortened]
