@@ -46,7 +46,7 @@ def train(run_verb: Command, tmp_path: Path, demonstrations: Path) -> Callable[.
         ("policy.type=pi06", "Couldn't find a choice class for 'pi06'"),
         ("train.steps=many", "Value 'many' of type 'str' could not be converted to Integer\n    full_key: train.steps"),
         ("policy.chunk_size=many", "`chunk_size`: Couldn't parse 'many' into an int"),
-        ("train.steps=[", "no viable alternative at input '['"),
+        ("train.steps=[", "'train.steps=[' has [ and ] in unequal numbers."),
         ("flow_samples=0", "flow_samples must be at least 1; got 0."),
     ],
 )
