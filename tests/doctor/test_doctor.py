@@ -278,6 +278,7 @@ def test_this_machine_is_described():
     assert found.num_cores >= 1 and found.memory_gib > 0 and found.cpu
     assert bool(found.gpus) != bool(found.gpu_problem)
     assert set(found.rendering) == set(GL_BACKENDS)
+    assert found.egl_devices
 
 
 def test_folders_that_the_overrides_name_are_looked_for(tmp_path):

@@ -83,6 +83,7 @@ def _machine_table(machine: MachineFinding, environments: dict[str, SimulatorSta
     table.add_row("GPU", "\n".join(machine.gpus) or f"none: {escape(machine.gpu_problem or 'no device')}")
     for backend, problem in machine.rendering.items():
         table.add_row(f"rendering, {backend}", f"[yellow]{escape(problem)}[/]" if problem else OK)
+    table.add_row("EGL devices", escape(machine.egl_devices))
     for name, status in environments.items():
         state = f"[yellow]{escape(status.problem)}[/]" if status.problem else OK
         table.add_row(name, f"{escape(status.found)} {state}".strip())

@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 from embodix.contracts import SimulatorStatus, TellsStatus
 from embodix.patching import is_applied, patch_module, patch_names, version_problem
 from embodix.plugins import FAILURES, PluginError, PluginRegistry
+from embodix.simulation.egl_devices import describe_egl_devices
 from embodix.simulation.rendering import GL_BACKENDS, probe_gl_backend
 
 # Distributions of the hosts, in the order shown; what embodix's extras ask for follows. The ranges are read from the
@@ -88,7 +89,8 @@ class VersionFinding:
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """``rendering`` maps an off-screen backend of MuJoCo to the reason it can't render, None when it can."""
+    """``rendering`` maps an off-screen backend of MuJoCo to the reason it can't render, None when it can;
+    ``egl_devices`` says in words which EGL device is which CUDA device."""
 
     python: str
     system: str
@@ -98,6 +100,7 @@ class MachineFinding:
     gpus: list[str] = field(default_factory=list)
     gpu_problem: str | None = None
     rendering: dict[str, str | None] = field(default_factory=dict)
+    egl_devices: str = ""
 
 
 @dataclass(frozen=True)
@@ -305,6 +308,7 @@ def inspect_machine() -> MachineFinding:
         gpus=[] if problem else _gpu_names(),
         gpu_problem=problem,
         rendering={backend: probe_gl_backend(backend) for backend in GL_BACKENDS},
+        egl_devices=describe_egl_devices(),
     )
 
 
