@@ -64,3 +64,58 @@ def test_what_a_data_set_holds_beside_is_no_matter(damaged: Damage) -> None:
     report = check_dataset("set", read_dataset(damaged.root), QUANTILES)
     assert [finding.sentence for finding in report.findings] == []
     assert {row.key: row.width for row in report.keys}["observation.force"] == 2
+
+
+def _sound(report: Any) -> None:
+    assert [finding.sentence for finding in report.errors] == []
+
+
+def test_what_trains_is_not_refused(damaged: Damage) -> None:
+    """Sizes written the other way, depth, a matrix beside, fewer files than episodes, no camera, one empty task."""
+    from dataclasses import replace
+
+    import pandas
+
+    features = dict(read_dataset(damaged.root).tables.features)
+    damaged.table(lambda columns: columns.update({"jacobian": [[[1.0] * 3] * 3] * 72}))
+    damaged.info(features={**features, "jacobian": {"dtype": "float32", "shape": [3, 3], "names": None}})
+    _sound(check_dataset("a matrix", read_dataset(damaged.root), QUANTILES))
+
+    front = {**features["observation.images.front"], "shape": [28, 28, 1]}
+    damaged.info(features={**features, "observation.images.front": front})
+    _sound(check_dataset("depth", read_dataset(damaged.root), QUANTILES))
+
+    keypoints = {key: value for key, value in features.items() if value["dtype"] != "image"}
+    keypoints["observation.environment_state"] = keypoints.pop("observation.state")
+    damaged.info(features=keypoints)
+    damaged.table(lambda columns: columns.update({"observation.environment_state": columns["observation.state"]}))
+    _sound(check_dataset("key points", read_dataset(damaged.root), MEAN_STD))
+
+    damaged.info(features=features, total_tasks=4)
+    path = damaged.root / "meta/tasks.parquet"
+    table = pandas.read_parquet(path)
+    table.index = pandas.Index(["", *table.index[1:]], name=table.index.name)
+    table.to_parquet(path)
+    _sound(check_dataset("an empty task", read_dataset(damaged.root), QUANTILES))
+
+    relative = replace(QUANTILES, relative=frozenset({"action"}))
+    damaged.stats("action", mean=[40.0] * 4, q01=[39.0] * 4, q99=[41.0] * 4)
+    _sound(check_dataset("relative actions", read_dataset(damaged.root), relative))
+
+
+def test_the_files_of_the_used_episodes_are_enough(tmp_path: Path) -> None:
+    root = write_sweeping(tmp_path / "set", episodes_per_file=1)
+    for file in sorted((root / "data").glob("*/*.parquet"))[2:]:
+        file.unlink()
+    _sound(check_dataset("some files", read_dataset(root, [0, 1]), QUANTILES))
+
+
+def test_a_camera_that_nobody_reads_is_no_matter(damaged: Damage) -> None:
+    from dataclasses import replace
+
+    from embodix.testing.damaged_datasets import picture, stored_image
+
+    stored_image(lambda row: True, lambda row: picture(0))(damaged)
+    reading = read_dataset(damaged.root)
+    assert [finding.kind for finding in check_dataset("set", reading, QUANTILES).errors] == ["camera_black"]
+    _sound(check_dataset("set", reading, replace(QUANTILES, unread=frozenset({"observation.images.front"}))))

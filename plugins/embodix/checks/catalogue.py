@@ -37,6 +37,14 @@ KINDS: dict[str, Kind] = {
     ),
     "fps_invalid": Kind("fps is a number above 0", "ZeroDivisionError or TypeError"),
     "tasks_missing": Kind("meta/tasks.parquet holds the instructions", "asks the hub"),
+    "tasks_order": Kind(
+        "instructions are the index of the table of tasks, in the order of task_index",
+        "gives another task's instruction, or a number: silent",
+    ),
+    "episode_numbers": Kind(
+        "episodes are numbered from 0 by their place in the table",
+        "IndexError, or actions of another episode: silent",
+    ),
     "episodes_missing": Kind("meta/episodes holds a row an episode", "asks the hub"),
     "file_unreadable": Kind(
         "every Parquet file can be read", "ArrowInvalid or DatasetGenerationError, without the episode"
@@ -70,7 +78,7 @@ KINDS: dict[str, Kind] = {
     "key_missing": Kind(
         "state and action have the names that the policy reads", "ValueError or AttributeError in the first step"
     ),
-    "rename_unknown": Kind("rename_map names keys of the data set", "trains: silent"),
+    "rename_unknown": Kind("rename_map names keys of the data set", "trains: silent", "warning"),
     "camera_unknown": Kind("every camera has a slot in the policy", "ValueError that lists what is missing"),
     "camera_missing": Kind(
         "the policy gets at least one camera", "DatasetGenerationError, or an exception in the first step"

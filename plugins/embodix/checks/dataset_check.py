@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from lerobot.configs.train import TrainPipelineConfig
-from lerobot.utils.constants import ACTION, HF_LEROBOT_HOME, OBS_STATE
+from lerobot.datasets.dataset_metadata import CODEBASE_VERSION
+from lerobot.datasets.utils import has_legacy_hub_download_metadata
+from lerobot.utils.constants import ACTION, HF_LEROBOT_HOME, HF_LEROBOT_HUB_CACHE, OBS_STATE
 
 from embodix.checks.catalogue import found
 from embodix.checks.dataset_reading import DatasetReading, read_dataset
-from embodix.checks.dataset_tables import STATS
+from embodix.checks.dataset_tables import STATS, read_tables
 from embodix.checks.exact_statistics import exact_statistics
 from embodix.checks.findings import CheckReport, Finding, KeyFigures, merged, sorted_findings
 from embodix.checks.naming_rules import BOOKKEEPING, naming_findings
@@ -22,10 +27,11 @@ from embodix.checks.normalisation_rules import normalisation_findings, normalise
 from embodix.checks.run_needs import RunNeeds, needs_of
 from embodix.checks.value_rules import episode_findings, value_findings
 from embodix.data.joined_columns import JOIN, Join, decode_join
-from embodix.data.mixture_spec import STATISTICS, decode_mixture, is_mixture
+from embodix.data.mixture_spec import STATISTICS, MemberSpec, decode_mixture, is_mixture
 from embodix.data.token_counts import token_counter, tokenizer_file
 from embodix.policies.support import support_of
 
+NOT_HERE = "not on this machine, so not looked at"
 PROMPT_FIELD = "tokenizer_max_length"
 STATISTICS_CHOICES = ("recorded", "exact")
 
@@ -57,9 +63,19 @@ def check_data(
     reports = []
     for member in decode_mixture(node).members:
         renamed = {camera: slot for camera, slot in (member.cameras or {}).items() if slot is not None}
-        own = replace(needs, rename_map=renamed, cameras=())  # the mixture looks at its cameras itself
+        # The mixture looks at its cameras itself.
+        own = replace(needs, rename_map=renamed, cameras=(), unread=_unread_cameras(member))
         reports.append((member.name, check(member.repo_id, vars(member), member.join, needs=own)))
     return merged(reports)
+
+
+def _unread_cameras(member: MemberSpec) -> frozenset[str]:
+    """Cameras that are mapped to nothing, or left out of a mapping that is given."""
+    if member.cameras is None or (root := local_folder(vars(member))) is None:
+        return frozenset()
+    tables = read_tables(root)
+    present = tables.cameras if tables.readable else {}
+    return frozenset(camera for camera in present if member.cameras.get(camera) is None)
 
 
 def statistics_choice(node: Mapping[str, Any]) -> str:
@@ -74,9 +90,26 @@ def statistics_choice(node: Mapping[str, Any]) -> str:
     return choice
 
 
-def folder_of(node: Mapping[str, Any]) -> Path:
-    """Where a data set lies: its root, or LeRobot's folder of data sets."""
-    return Path(node["root"]) if node.get("root") else Path(HF_LEROBOT_HOME) / str(node["repo_id"])
+def local_folder(node: Mapping[str, Any]) -> Path | None:
+    """Where a data set lies on this machine, as LeRobot looks for it: its root, LeRobot's folder of data sets, or what
+    has been fetched from the hub; None for what is on the hub only."""
+    if node.get("root"):
+        return Path(node["root"])
+    folder = Path(HF_LEROBOT_HOME) / str(node["repo_id"])
+    if (folder / "meta").is_dir() and not has_legacy_hub_download_metadata(folder):
+        return folder
+    try:
+        revision = str(node.get("revision") or CODEBASE_VERSION)
+        fetched = snapshot_download(
+            str(node["repo_id"]),
+            repo_type="dataset",
+            revision=revision,
+            cache_dir=HF_LEROBOT_HUB_CACHE,
+            local_files_only=True,
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return Path(fetched)
 
 
 def _with_prompts(needs: RunNeeds, config: Mapping[str, Any], reading: DatasetReading) -> RunNeeds:
@@ -107,10 +140,9 @@ def _check_local(
     images: str,
     may_be_absent: bool,
 ) -> CheckReport:
-    root = folder_of(node)
-    absent = not (root / "data").is_dir() if may_be_absent else not root.is_dir() and node.get("root") is None
-    if absent:
-        return CheckReport(name, 0, 0, [], [], "not on this machine, so not looked at")
+    root = local_folder(node)
+    if root is None or (may_be_absent and not (root / "data").is_dir()):
+        return CheckReport(name, 0, 0, [], [], NOT_HERE)
     reading = read_dataset(root, node.get("episodes"), images, join)
     return check_dataset(name, reading, _with_prompts(needs, config, reading))
 
@@ -129,6 +161,7 @@ def check_dataset(name: str, reading: DatasetReading, needs: RunNeeds) -> CheckR
         findings += episode_findings(reading.tables, rows, reading.figures, needs)
         findings += _key_findings(reading, needs)
         findings += _image_statistics(reading, needs)
+        findings = [finding for finding in findings if finding.key not in needs.unread]
         keys = [_figures_of(key, reading, needs) for key in reading.figures if key not in BOOKKEEPING]
     return CheckReport(
         name,
@@ -146,18 +179,12 @@ def _key_findings(reading: DatasetReading, needs: RunNeeds) -> Iterator[Finding]
     tables = reading.tables
     for key, reason in reading.unreadable.items():
         kind = "shape_differs" if "values" in reason else "column_missing"
-        yield found(
-            kind,
-            key,
-            f"can't be read: {reason}",
-            "Record again, or correct the feature in meta/info.json.",
-            severity=None if _is_needed(key, needs) else "warning",
-        )
+        yield found(kind, key, f"can't be read: {reason}", "Record again, or correct the feature in meta/info.json.")
     whole = tables.selected is None
     for key, figures in reading.figures.items():
-        yield from value_findings(key, int(tables.features[key]["shape"][0]), figures, _is_needed(key, needs))
+        yield from value_findings(key, math.prod(tables.features[key]["shape"]), figures, _is_needed(key, needs))
         wanted = needs.rename_map.get(key, key)
-        if wanted in (OBS_STATE, ACTION) and not figures.num_null:
+        if wanted in (OBS_STATE, ACTION) and wanted not in needs.relative and not figures.num_null:
             yield from normalisation_findings(
                 wanted, {wanted: tables.stats[key]} if key in tables.stats else {}, figures, needs, whole
             )
@@ -173,7 +200,7 @@ def _image_statistics(reading: DatasetReading, needs: RunNeeds) -> Iterator[Find
     if not mode or needs.imagenet:
         return
     for camera in reading.tables.cameras:
-        if camera not in reading.tables.stats:
+        if camera not in reading.tables.stats and camera not in needs.unread:
             yield found(
                 "statistics_missing",
                 camera,
@@ -184,7 +211,8 @@ def _image_statistics(reading: DatasetReading, needs: RunNeeds) -> Iterator[Find
 
 def _figures_of(key: str, reading: DatasetReading, needs: RunNeeds) -> KeyFigures:
     figures = reading.figures[key]
-    mode = needs.mode_of(needs.rename_map.get(key, key))
+    wanted = needs.rename_map.get(key, key)
+    mode = "" if wanted in needs.relative else needs.mode_of(wanted)
     stats = reading.tables.stats.get(key, {})
     if needs.statistics == "exact" and figures.minimum:
         stats = exact_statistics(figures)

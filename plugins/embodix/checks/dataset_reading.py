@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+import embodix
 from embodix.checks.column_figures import ColumnFigures, measure
 from embodix.checks.column_reading import TableRows, read_column, side_by_side
 from embodix.checks.dataset_tables import READ_ERRORS, DatasetTables, first_line, read_tables
@@ -27,7 +29,13 @@ from embodix.checks.video_rules import video_findings
 from embodix.data.content import dataset_content
 from embodix.data.joined_columns import Join, complete_join, joined_features, joined_stats
 
-FORMAT = 1  # of what is kept; another one is read anew
+FORMAT = 2  # of what is kept; another one is read anew
+OF_THIS_MACHINE = (
+    "video_unreadable",
+    "image_unreadable",
+    "file_unreadable",
+    "file_missing",
+)  # may be mended beside the data
 IMAGES = ("sample", "all", "none")
 CACHE = "EMBODIX_CACHE"
 
@@ -84,7 +92,7 @@ def read_dataset(
     started = time.process_time()
     reading = _read(tables, images, complete)
     reading.seconds = time.process_time() - started
-    if kept is not None:
+    if kept is not None and not any(finding.kind in OF_THIS_MACHINE for finding in reading.findings):
         _keep(reading, kept)
     return reading
 
@@ -119,7 +127,7 @@ def _cache_file(tables: DatasetTables, *further: Any) -> Path | None:
         content = dataset_content(tables.root)
     except ValueError:
         return None
-    key = hashlib.sha256(json.dumps([FORMAT, content, chosen, *further]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([FORMAT, embodix.__version__, content, chosen, *further]).encode()).hexdigest()
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodix"
     return Path(os.environ.get(CACHE) or default) / "checks" / f"{key}.json"
 
@@ -141,13 +149,16 @@ def _keep(reading: DatasetReading, file: Path) -> None:
         beside.write_text(json.dumps(content))
         beside.replace(file)
     except OSError as error:
-        print(f"The check of {reading.tables.root} can't be kept in {file.parent}: {first_line(error)}")
+        logging.warning("The check of %s can't be kept in %s: %s", reading.tables.root, file.parent, first_line(error))
 
 
 def _load(tables: DatasetTables, file: Path) -> DatasetReading | None:
     if not file.is_file():
         return None
-    content = json.loads(file.read_text())
+    try:
+        content = json.loads(file.read_text())
+    except ValueError:
+        return None  # cut off by a machine that went down: read anew, and kept again
     lengths = np.asarray(content["lengths"], dtype=np.int64)
     ends = np.cumsum(lengths)
     rows = TableRows(

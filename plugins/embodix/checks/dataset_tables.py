@@ -22,6 +22,7 @@ from embodix.checks.findings import Finding, Place, relative_to
 
 INFO, STATS, TASKS, EPISODES = "meta/info.json", "meta/stats.json", "meta/tasks.parquet", "meta/episodes"
 REPAIR = "Convert or record the data set again, or take an undamaged copy."
+REWRITE_TASKS = "Write the table anew: instructions as its index, task_index 0, 1, 2, ... in the order of the rows."
 VERSION = "v3."
 INFO_FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "codebase_version": str,
@@ -146,7 +147,13 @@ def _read_info(tables: DatasetTables) -> Iterator[Finding]:
     fps = info.get("fps")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
         yield found("fps_invalid", INFO, f"fps is {fps!r}", "Write the frames a second of the recording there.")
-    yield from _feature_problems(info.get("features"))
+    problems = list(_feature_problems(info.get("features")))
+    yield from problems
+    if not problems and isinstance(info.get("features"), dict):
+        videos = [key for key, storage in tables.cameras.items() if storage == "video"]
+        if videos and not isinstance(info.get("video_path"), str):
+            got = f"video_path is {info.get('video_path')!r}, but {', '.join(videos)} are videos"
+            yield found("info_field", INFO, got, REPAIR)
 
 
 def _feature_problems(features: Any) -> Iterator[Finding]:
@@ -154,7 +161,7 @@ def _feature_problems(features: Any) -> Iterator[Finding]:
         return
     for key, feature in features.items():
         shape = feature.get("shape") if isinstance(feature, dict) else None
-        sound = isinstance(shape, list) and all(isinstance(size, int) and size > 0 for size in shape)
+        sound = isinstance(shape, list) and shape and all(isinstance(size, int) and size > 0 for size in shape)
         if not sound or not isinstance(feature.get("dtype"), str):
             yield found("info_field", key, f"feature {feature!r} lacks a dtype or a shape of whole numbers", REPAIR)
 
@@ -174,9 +181,14 @@ def _read_tasks(tables: DatasetTables) -> Iterator[Finding]:
     if "task_index" not in table:
         yield found("tasks_missing", TASKS, f"has no column task_index, but {list(table)}", REPAIR)
         return
-    named = table.reset_index()
-    instructions = named["task"] if "task" in named else named.iloc[:, 0]
-    tables.tasks = {int(i): str(t) for i, t in zip(named["task_index"], instructions, strict=True)}
+    if not all(isinstance(instruction, str) for instruction in table.index):
+        columns = ", ".join(map(str, table.columns))
+        yield found("tasks_order", TASKS, f"has no instructions in its index, but the columns {columns}", REWRITE_TASKS)
+        return
+    numbers = [int(number) for number in table["task_index"]]
+    if numbers != list(range(len(numbers))):
+        yield found("tasks_order", TASKS, f"has the task indices {numbers[:6]} in this order", REWRITE_TASKS)
+    tables.tasks = dict(zip(numbers, map(str, table.index), strict=True))
 
 
 def _read_episodes(tables: DatasetTables) -> Iterator[Finding]:

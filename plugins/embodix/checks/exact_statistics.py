@@ -11,7 +11,7 @@ import numpy as np
 
 from embodix.checks.column_figures import ColumnFigures
 from embodix.checks.dataset_reading import read_dataset
-from embodix.data.joined_columns import Join
+from embodix.data.joined_columns import VECTORS, Join
 
 NARROW = 1e-3  # of a dimension's full range: quantiles nearer than this to each other divide by next to nothing
 FLAT = 1e-6  # of a dimension's magnitude: a full range below this is rounding
@@ -59,5 +59,10 @@ def exact_statistics_of(
             f"dataset.statistics=exact reads all frames of {root}, which can't be read: "
             + "; ".join(finding.sentence for finding in reading.findings)
         )
+    unread = {key: reason for key, reason in reading.unreadable.items() if key in VECTORS}
+    unread |= {key: "values are missing" for key in VECTORS if key in reading.figures and reading.figures[key].num_null}
+    if unread:
+        reasons = "; ".join(f"{key}: {reason}" for key, reason in unread.items())
+        raise ValueError(f"dataset.statistics=exact reads all states and actions of {root}, which it can't: {reasons}.")
     exact = {key: exact_statistics(figures) for key, figures in reading.figures.items() if figures.minimum}
     return {key: dict(values) for key, values in {**recorded, **exact}.items()}

@@ -120,7 +120,8 @@ class CheckReport:
         """One sentence."""
         counted = f"{count(self.num_episodes, 'episode')}, {count(self.num_frames, 'frame')}"
         if not self.findings:
-            return f"{self.dataset}: {counted}; nothing to remark."
+            remark = "nothing to remark" if self.num_frames else self.images
+            return f"{self.dataset}: {counted}; {remark}."
         return f"{self.dataset}: {counted}; {count(len(self.errors), 'error')}, {count(len(self.warnings), 'warning')}."
 
 

@@ -36,6 +36,8 @@ def require_sound_data(
     if mode == "off" or int(os.environ.get("RANK", "0")) > 0:
         return None
     report = check_data(host_cfg, config, str(config["check"]["images"]), may_be_absent)
+    if not report.num_frames and not report.findings:
+        logging.warning("%s Fetch them first to have them checked.", report.verdict)
     stops = mode == "error" and report.errors
     for finding in report.warnings if stops else report.findings:
         logging.warning("%s", finding.sentence)

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 from embodix.checks.catalogue import found
 from embodix.checks.column_reading import TableRows
 from embodix.checks.dataset_tables import READ_ERRORS, REPAIR, DatasetTables, first_line
-from embodix.checks.findings import Finding, Place, relative_to
+from embodix.checks.findings import Finding, Place, Severity, relative_to
 from embodix.checks.video_rules import decode_frames
+from embodix.data.preprocessing import CAMERA_PAD_KEY
 
 NUM_EPISODES, NUM_FRAMES = 8, 3  # of a sample
 BLACK_LEVEL = 8  # of 255: no pixel is brighter
@@ -29,16 +30,19 @@ class Seen:
 
     Attributes:
         episodes: with at least one decoded frame.
+        sizes: height and width of the frames.
         black: those whose frames are all black.
         frozen: those whose frames are all equal although the rows are apart.
     """
 
     episodes: list[int] = field(default_factory=list)
+    sizes: set[tuple[int, int]] = field(default_factory=set)
     black: list[int] = field(default_factory=list)
     frozen: list[int] = field(default_factory=list)
 
     def add(self, episode: int, frames: Sequence[np.ndarray]) -> None:
         self.episodes.append(episode)
+        self.sizes |= {(frame.shape[0], frame.shape[1]) for frame in frames}
         if all(int(frame.max(initial=0)) < BLACK_LEVEL for frame in frames):
             self.black.append(episode)
         elif len(frames) > 1 and all(np.array_equal(frames[0], frame) for frame in frames[1:]):
@@ -60,13 +64,10 @@ def image_findings(tables: DatasetTables, rows: TableRows, every: bool) -> Itera
             if isinstance(frames, Finding):
                 yield frames
                 break
-            number = int(rows.episode_N[rows.starts_R[run]])
-            wrong = _shape_finding(tables, camera, number, frames[0])
-            if wrong is not None:
-                yield wrong
-                break
-            seen.add(number, frames)
-        yield from _seen_findings(camera, seen)
+            seen.add(int(rows.episode_N[rows.starts_R[run]]), frames)
+        yield from _size_findings(tables, camera, seen)
+        if _shows_colours(tables, camera):
+            yield from _seen_findings(camera, seen)
 
 
 def chosen_runs(rows: TableRows, every: bool) -> list[int]:
@@ -125,18 +126,21 @@ def _source(tables: DatasetTables, image: Any) -> Any:
     return io.BytesIO(image["bytes"]) if image.get("bytes") else tables.root / str(image.get("path"))
 
 
-def _shape_finding(tables: DatasetTables, camera: str, episode: int, frame: np.ndarray) -> Finding | None:
-    shape = tuple(tables.features[camera]["shape"])
-    if frame.shape in (shape, (*shape[1:], shape[0])):
-        return None
-    sizes = ("x".join(map(str, size)) for size in (frame.shape, shape))
-    return found(
-        "image_shape",
-        camera,
-        "is {} pixels, meta/info.json says {}".format(*sizes),
-        "Correct the shape there.",
-        Place(episode=episode),
-    )
+def _size_findings(tables: DatasetTables, camera: str, seen: Seen) -> Iterator[Finding]:
+    """Of sizes that differ among the frames, which no batch can hold, or from the metadata, which policies that resize
+    do not mind."""
+    shape = tables.features[camera]["shape"]
+    declared = {size for size in shape if size > 4} or set(shape)
+    if len(seen.sizes) > 1 or any(set(size) - declared for size in seen.sizes):
+        sizes = " and ".join(f"{height}x{width}" for height, width in sorted(seen.sizes))
+        got = f"is {sizes} pixels, meta/info.json says {'x'.join(map(str, shape))}"
+        severity: Severity = "error" if len(seen.sizes) > 1 else "warning"
+        yield found("image_shape", camera, got, "Correct the shape there, or record again.", severity=severity)
+
+
+def _shows_colours(tables: DatasetTables, camera: str) -> bool:
+    """Whether black and frozen mean something: not of depth, nor where embodix's own marks say which are blank."""
+    return 3 in tables.features[camera]["shape"] and CAMERA_PAD_KEY not in tables.features
 
 
 def _seen_findings(camera: str, seen: Seen) -> Iterator[Finding]:

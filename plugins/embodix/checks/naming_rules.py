@@ -11,7 +11,7 @@ from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 
 from embodix.checks.catalogue import found
 from embodix.checks.dataset_tables import DatasetTables
-from embodix.checks.findings import Finding
+from embodix.checks.findings import Finding, Severity
 from embodix.checks.run_needs import RunNeeds
 
 NUMBERS = (
@@ -55,17 +55,18 @@ def naming_findings(tables: DatasetTables, needs: RunNeeds) -> Iterator[Finding]
                 name,
                 f"rename_map names it; the data set has {', '.join(_own(features))}",
                 f"Did you mean {near[0]}?" if near else "Name a key of the data set.",
+                severity="warning",
             )
     present = {needs.rename_map.get(key, key): key for key in features}
     for wanted in (OBS_STATE, ACTION):
         if wanted not in present:
-            yield _missing(wanted, features)
+            yield _missing(wanted, features, "error" if needs.language or wanted == ACTION else "warning")
         else:
             yield from _usable(wanted, features[present[wanted]], needs)
     yield from _camera_findings(tables, needs)
 
 
-def _missing(wanted: str, features: Mapping[str, Any]) -> Finding:
+def _missing(wanted: str, features: Mapping[str, Any], severity: Severity) -> Finding:
     """With the line that makes it: one key renamed, or several joined in the order of the data set."""
     parts = _parts(wanted, features)
     if parts:
@@ -74,7 +75,8 @@ def _missing(wanted: str, features: Mapping[str, Any]) -> Finding:
         remedy = f"Name the keys that it is made of: 'dataset.join={{{wanted}: [<key>, ...]}}'."
     if wanted == OBS_STATE and len(parts) == 1:
         remedy = f"Rename it: '+rename_map={{{parts[0]}: {wanted}}}', or {remedy[0].lower()}{remedy[1:]}"
-    return found("key_missing", wanted, f"the policy reads it; the data set has {', '.join(_own(features))}", remedy)
+    got = f"the policy reads it; the data set has {', '.join(_own(features))}"
+    return found("key_missing", wanted, got, remedy, severity=severity)
 
 
 def _parts(wanted: str, features: Mapping[str, Any]) -> list[str]:
@@ -112,7 +114,9 @@ def _usable(key: str, feature: Mapping[str, Any], needs: RunNeeds) -> Iterator[F
 def _camera_findings(tables: DatasetTables, needs: RunNeeds) -> Iterator[Finding]:
     cameras = {needs.rename_map.get(key, key): key for key in tables.cameras}
     if not cameras:
-        yield found("camera_missing", OBS_IMAGES, "the data set has no image or video", "Record with a camera.")
+        severity: Severity = "error" if needs.language else "warning"
+        got = "the data set has no image or video"
+        yield found("camera_missing", OBS_IMAGES, got, "Record with a camera.", severity=severity)
         return
     if not needs.cameras:
         return

@@ -23,7 +23,7 @@ from embodix.checks.dataset_tables import (
     DatasetTables,
     first_line,
 )
-from embodix.checks.findings import Finding, Place, relative_to
+from embodix.checks.findings import Finding, Place, Severity, relative_to
 
 RENUMBER = "Let lerobot-edit-dataset or the recorder write the data set anew; its tables disagree."
 
@@ -69,17 +69,17 @@ def _missing_files(tables: DatasetTables) -> Iterator[Finding]:
 
 
 def _total_findings(tables: DatasetTables, episode_N: np.ndarray) -> Iterator[Finding]:
-    counted = {
-        "total_frames": (len(episode_N), "rows"),
-        "total_episodes": (len(tables.episodes["episode_index"]), f"episodes in {EPISODES}"),
-        "total_tasks": (len(tables.tasks), f"tasks in {TASKS}"),
+    counted: dict[str, tuple[int, str, Severity]] = {
+        "total_episodes": (len(tables.episodes["episode_index"]), f"episodes in {EPISODES}", "error"),
+        "total_tasks": (len(tables.tasks), f"tasks in {TASKS}", "warning"),
     }
-    for name, (number, of_what) in counted.items():
+    if tables.selected is None:  # of some episodes, only their files need be here
+        counted["total_frames"] = (len(episode_N), "rows", "error")
+    for name, (number, of_what, severity) in counted.items():
         if tables.info[name] != number:
             remedy = f"Write {number} there, if the tables are right; else take a complete copy."
-            yield found(
-                "totals_differ", INFO, f"{name} is {tables.info[name]}, but there are {number} {of_what}", remedy
-            )
+            got = f"{name} is {tables.info[name]}, but there are {number} {of_what}"
+            yield found("totals_differ", INFO, got, remedy, severity=severity)
 
 
 def _episode_findings(tables: DatasetTables, rows: TableRows, index_N: np.ndarray) -> Iterator[Finding]:
@@ -122,14 +122,21 @@ def _first_repeated(numbers: np.ndarray) -> int:
 
 def _length_findings(tables: DatasetTables, rows: TableRows) -> Iterator[Finding]:
     """Of the episode table against the rows: the first of each kind."""
+    first_row = dict(zip(rows.episode_N[rows.starts_R].tolist(), rows.starts_R.tolist(), strict=True))
     counts = dict(zip(rows.episode_N[rows.starts_R].tolist(), (rows.ends_R - rows.starts_R).tolist(), strict=True))
     used = set(tables.rows_of_episodes)
+    numbers: list[Finding] = []
     lengths: list[Finding] = []
     bounds: list[Finding] = []
     next_start = 0
     for row, values in enumerate(zip(*(tables.episodes[name] for name in NUMBERED), strict=True)):
         number, length, start, end = map(int, values)
+        if number != row and not numbers:
+            got = f"has episode {number} in row {row}"
+            numbers.append(found("episode_numbers", EPISODES, got, RENUMBER, Place(episode=number)))
         if row in used:
+            if rows.used is None:
+                next_start = first_row.get(number, next_start)
             num_rows, place = counts.pop(number, 0), Place(episode=number)
             if length != num_rows:
                 got = f"says {length} frames, the table has {num_rows} rows"
@@ -141,7 +148,7 @@ def _length_findings(tables: DatasetTables, rows: TableRows) -> Iterator[Finding
     for number, num_rows in counts.items():
         got = f"has no such episode, the table has {num_rows} rows of it"
         lengths.append(found("length_differs", EPISODES, got, RENUMBER, Place(episode=int(number))))
-    yield from (*lengths[:1], *bounds[:1])
+    yield from (*numbers, *lengths[:1], *bounds[:1])
 
 
 def _time_findings(tables: DatasetTables, rows: TableRows) -> Iterator[Finding]:
@@ -174,6 +181,7 @@ def _time_findings(tables: DatasetTables, rows: TableRows) -> Iterator[Finding]:
             f"{expected[row]:.6g} s; {int(off.sum())} rows. fps says {tables.fps:g}, the rows {real:.4g}",
             "Correct fps in meta/info.json, or the time stamps.",
             rows.place(row),
+            severity="error" if "video" in tables.cameras.values() else "warning",  # nothing else is read by them
         )
 
 

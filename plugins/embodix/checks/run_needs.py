@@ -13,6 +13,7 @@ from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_PREFIX, OBS_STATE
 from embodix.policies.support import support_of
 
 STATE_WIDTH, ACTION_WIDTH = "max_state_dim", "max_action_dim"
+RELATIVE_ACTIONS = "use_relative_actions"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class RunNeeds:
         prompt_length: tokens of an instruction's longest prompt, None where the tokenizer is not known.
         max_prompt: tokens that the policy reads, None for any number.
         imagenet: whether images are normalised by ImageNet's statistics.
+        unread: cameras of the data set that nobody reads.
+        relative: keys whose values the policy makes relative before it normalises them, so that their statistics are
+            not those of the column.
     """
 
     policy: str
@@ -47,6 +51,8 @@ class RunNeeds:
     prompt_length: Callable[[str], int] | None = None
     max_prompt: int | None = None
     imagenet: bool = True
+    unread: frozenset[str] = frozenset()
+    relative: frozenset[str] = frozenset()
 
     def mode_of(self, key: str) -> str:
         """How the values of a key are scaled, "" for not at all.
@@ -91,4 +97,5 @@ def needs_of(
         language=support.offers("prompt_texts"),
         statistics=statistics,
         imagenet=imagenet,
+        relative=frozenset({ACTION} if getattr(policy, RELATIVE_ACTIONS, False) else ()),
     )

@@ -10,8 +10,8 @@ from lerobot.utils.constants import ACTION, OBS_STATE
 from embodix.checks.catalogue import found
 from embodix.checks.column_figures import ColumnFigures
 from embodix.checks.column_reading import TableRows
-from embodix.checks.dataset_tables import DatasetTables
-from embodix.checks.findings import Finding, Place, Severity
+from embodix.checks.dataset_tables import TASKS_COLUMN, DatasetTables
+from embodix.checks.findings import Finding, Place
 from embodix.checks.run_needs import RunNeeds
 
 LEAVE_OUT = "Leave these episodes out by dataset.episodes=[...], or record them again."
@@ -22,18 +22,16 @@ def value_findings(key: str, width: int, figures: ColumnFigures, needed: bool) -
 
     Args:
         width: that the metadata say.
-        needed: whether the policy reads it; what nobody reads is worth a warning.
+        needed: whether the policy reads it; values that nobody reads are worth a warning, but every key is collated.
     """
-    severity: Severity | None = None if needed else "warning"
     if figures.num_null:
-        yield found("null_values", key, f"{figures.num_null} values are missing", LEAVE_OUT, severity=severity)
+        yield found("null_values", key, f"{figures.num_null} values are missing", LEAVE_OUT)
     if figures.num_rows and figures.width != width:
         yield found(
             "shape_differs",
             key,
             f"meta/info.json says {width} dimensions, the rows have {figures.width}",
             "Correct the shape there, or record again.",
-            severity=severity,
         )
     if figures.first_not_finite is not None:
         total, of_dimension = sum(figures.num_not_finite), [n for n in figures.num_not_finite if n]
@@ -43,7 +41,7 @@ def value_findings(key: str, width: int, figures: ColumnFigures, needed: bool) -
             f"{total} values in {len(of_dimension)} of {figures.width} dimensions are NaN or infinite",
             LEAVE_OUT,
             figures.first_not_finite,
-            severity=severity,
+            severity=None if needed else "warning",
         )
 
 
@@ -70,15 +68,10 @@ def episode_findings(
             f"never changes in {what}{named}",
             LEAVE_OUT,
             Place(episode=own.still[0]),
-            severity=_extent(whole),
+            severity="error" if whole and kind == "action_constant" else "warning",
         )
     if needs.language:
         yield from _instructions(tables, needs)
-
-
-def _extent(whole: bool) -> Severity:
-    """Of what is wrong in every episode, or in some."""
-    return "error" if whole else "warning"
 
 
 def _short(rows: TableRows, needs: RunNeeds) -> Iterator[Finding]:
@@ -97,13 +90,16 @@ def _short(rows: TableRows, needs: RunNeeds) -> Iterator[Finding]:
 
 
 def _instructions(tables: DatasetTables, needs: RunNeeds) -> Iterator[Finding]:
-    empty = [index for index, task in tables.tasks.items() if not task.strip()]
+    told = {row: [str(task) for task in tables.episodes[TASKS_COLUMN][row]] for row in tables.rows_of_episodes}
+    empty = [row for row, tasks in told.items() if not any(task.strip() for task in tasks)]
     if empty:
         yield found(
             "instruction_empty",
             "task",
-            f"task {', '.join(map(str, empty[:5]))} of {len(tables.tasks)} is empty",
-            "Write what is to be done there, or record again with a `task` in every frame.",
+            f"is empty in {len(empty)} of {len(told)} episodes",
+            "Write what is to be done into meta/tasks.parquet, or record again with a `task` in every frame.",
+            Place(episode=int(tables.episodes["episode_index"][empty[0]])),
+            severity="error" if len(empty) == len(told) else "warning",
         )
     if needs.prompt_length is None or needs.max_prompt is None:
         return

@@ -34,6 +34,10 @@ def run(argv: list[str]) -> int:
         nonlocal errors
         config: Any = OmegaConf.to_container(cfg, resolve=True)
         report = check_data(decode_host_config(cfg), config, cfg.check.images)
+        if not report.num_frames and not report.findings:
+            raise ValueError(
+                f"{report.verdict} Fetch it: hf download <repo_id> --repo-type dataset --local-dir <dataset.root>."
+            )
         errors += len(report.errors)
         page = write_check(report, Path(HydraConfig.get().runtime.output_dir))
         if as_json:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embodix.checks.dataset_check import folder_of
+from embodix.checks.dataset_check import local_folder
 from embodix.checks.dataset_tables import DatasetTables
 from embodix.checks.guard import require_readable_metadata
 from embodix.data.joined_columns import JOIN, complete_join, decode_join, joined_features, joined_stats
@@ -70,11 +70,11 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     Raises:
         ValueError: no data set there, no task strings, or episodes that it does not have.
     """
-    root = folder_of(dataset)
-    if not (root / "meta" / "info.json").is_file():
+    root = local_folder(dataset)
+    if root is None or not (root / "meta" / "info.json").is_file():
         raise ValueError(
-            f"A plan reads the metadata of a LeRobotDataset; {root} has no meta/info.json. Record one with "
-            "`lerobot data <source>`, set dataset.root, or fetch the metadata alone: "
+            f"A plan reads the metadata of a LeRobotDataset; {root or 'this machine'} has no meta/info.json. Record one "
+            "with `lerobot data <source>`, set dataset.root, or fetch the metadata alone: "
             f"hf download {dataset.get('repo_id')} --repo-type dataset --include 'meta/*' --local-dir <dataset.root>."
         )
     tables = require_readable_metadata(root, dataset.get("episodes"))

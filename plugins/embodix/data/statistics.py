@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lerobot.configs.types import FeatureType, NormalizationMode
-from lerobot.utils.constants import ACTION, OBS_STATE
+from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_STATE
 
 NEEDED = {
     NormalizationMode.MEAN_STD: ("mean", "std"),
@@ -16,7 +16,11 @@ NEEDED = {
     NormalizationMode.QUANTILES: ("q01", "q99"),
     NormalizationMode.QUANTILE10: ("q10", "q90"),
 }
-REMEDY = "dataset.statistics=exact computes them from the data set's own values."
+READ = (OBS_STATE, OBS_ENV_STATE, ACTION)
+REMEDY = (
+    "dataset.statistics=exact computes those of states and actions from the data set's own values; of images, "
+    "dataset.use_imagenet_stats=true takes ImageNet's."
+)
 
 
 def require_statistics(
@@ -51,7 +55,8 @@ def _problems(step: Any, cameras: Collection[str]) -> Iterator[str]:
 def _of_normalizer(step: Any, cameras: Collection[str]) -> Iterator[str]:
     stats = step.stats or {}
     for key, feature in step.features.items():
-        if feature.type is FeatureType.VISUAL and key not in stats and key not in cameras:
+        is_camera = feature.type is FeatureType.VISUAL
+        if (is_camera and key not in stats and key not in cameras) or not (is_camera or key in READ):
             continue
         names = NEEDED.get(step.norm_map.get(feature.type, NormalizationMode.IDENTITY), ())
         mode = step.norm_map[feature.type].value if names else ""
@@ -70,5 +75,5 @@ def _missing(key: str, names: Sequence[str], stats: Mapping[str, Any], mode: str
 def _odd(name: str, values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[str]:
     if not bool(torch.isfinite(values.float()).all()):
         yield f"{name} is not finite"
-    if len(shape) == 1 and values.numel() not in (1, shape[0]):
+    if len(shape) == 1 and values.numel() > max(1, shape[0]):  # a policy may declare more than a robot has
         yield f"{name} has {values.numel()} values for {shape[0]} dimensions"

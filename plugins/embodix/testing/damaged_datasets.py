@@ -197,6 +197,28 @@ def _task(row: int, text: str) -> Plant:
     return plant
 
 
+def _rewritten_tasks(change: Callable[[Any], Any]) -> Plant:
+    def plant(damage: Damage) -> None:
+        import pandas
+
+        path = damage.root / "meta" / "tasks.parquet"
+        change(pandas.read_parquet(path)).to_parquet(path)
+
+    return plant
+
+
+_reordered_tasks = _rewritten_tasks(lambda table: table.iloc[::-1])
+_plain_tasks = _rewritten_tasks(lambda table: table.rename_axis("task").reset_index())
+
+
+def _numbered_from_five(damage: Damage) -> None:
+    def change(columns: dict[str, list[Any]]) -> None:
+        columns["episode_index"] = [number + 5 for number in columns["episode_index"]]
+
+    damage.table(change)
+    damage.episodes(change)
+
+
 def needs(**changes: Any) -> RunNeeds:
     return dataclasses.replace(QUANTILES, **changes)
 
@@ -282,7 +304,11 @@ PLANTED: list[tuple[str, Plant, str, RunNeeds]] = [
     ("episode_short", lambda d: None, "shorter than a chunk of 25", needs(chunk=25)),
     ("no_motion", every_row(STATE, lambda row, old: [0.5] * 4 if row < 24 else old), "1 of 3 episodes: 0", QUANTILES),
     ("action_constant", every_row(ACTION, lambda row, old: [row // 24] * 4), "every episode", QUANTILES),
-    ("instruction_empty", _task(1, "  "), "task 1", QUANTILES),
+    ("instruction_empty", _together(_task(1, "  "), in_episode("tasks", 1, ["  "])), "1 of 3 episodes", QUANTILES),
+    ("tasks_order", _reordered_tasks, "[2, 1, 0]", QUANTILES),
+    ("tasks_order", _plain_tasks, "no instructions in its index", QUANTILES),
+    ("episode_numbers", _numbered_from_five, "episode 5 in row 0", QUANTILES),
+    ("info_field", lambda d: d.feature(STATE, shape=[]), "whole numbers", QUANTILES),
     (
         "instruction_long",
         lambda d: None,
@@ -295,7 +321,13 @@ PLANTED: list[tuple[str, Plant, str, RunNeeds]] = [
         "episode 1, frame 11",
         QUANTILES,
     ),
-    ("image_shape", stored_image(lambda row: row < 24, lambda row: picture(90 + row, size=32)), "32x32x3", QUANTILES),
+    ("image_shape", stored_image(lambda row: True, lambda row: picture(90 + row, size=32)), "32x32 pixels", QUANTILES),
+    (
+        "image_shape",
+        stored_image(lambda row: row < 24, lambda row: picture(90 + row, size=32)),
+        "28x28 and 32x32",
+        QUANTILES,
+    ),
     ("camera_black", stored_image(lambda row: True, lambda row: picture(2)), "black in 3 of the 3", QUANTILES),
     ("camera_black", stored_image(lambda row: row >= 48, lambda row: picture(0)), "episode 2", QUANTILES),
     ("camera_frozen", stored_image(lambda row: True, lambda row: picture(90)), "frozen in 3 of the 3", QUANTILES),

@@ -18,10 +18,10 @@ import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
-from lerobot.utils.constants import HF_LEROBOT_HOME, OBS_IMAGES
+from lerobot.utils.constants import OBS_IMAGES
 from torch.utils.data import DataLoader
 
-from embodix.checks.dataset_check import statistics_choice
+from embodix.checks.dataset_check import local_folder, statistics_choice
 from embodix.checks.exact_statistics import exact_statistics_of
 from embodix.checks.guard import require_readable_metadata
 from embodix.contracts import ShortenedTask
@@ -313,7 +313,9 @@ def require_trainable_dataset(host_cfg: TrainPipelineConfig, dataset_node: Mappi
         return
     if host_cfg.dataset.streaming:
         require_streamable(host_cfg)
-    root = Path(host_cfg.dataset.root) if host_cfg.dataset.root else HF_LEROBOT_HOME / host_cfg.dataset.repo_id
+    root = local_folder(vars(host_cfg.dataset))
+    if root is None:
+        return
     info_path = root / "meta" / "info.json"
     if not info_path.is_file():
         if host_cfg.dataset.root is None:
