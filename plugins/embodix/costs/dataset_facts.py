@@ -73,8 +73,8 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     root = local_folder(dataset)
     if root is None or not (root / "meta" / "info.json").is_file():
         raise ValueError(
-            f"A plan reads the metadata of a LeRobotDataset; {root or 'this machine'} has no meta/info.json. Record one "
-            "with `lerobot data <source>`, set dataset.root, or fetch the metadata alone: "
+            f"A plan reads the metadata of a LeRobotDataset; {root or 'this machine'} has no meta/info.json. Record "
+            "one with `lerobot data <source>`, set dataset.root, or fetch the metadata alone: "
             f"hf download {dataset.get('repo_id')} --repo-type dataset --include 'meta/*' --local-dir <dataset.root>."
         )
     tables = require_readable_metadata(root, dataset.get("episodes"))
