@@ -32,7 +32,8 @@ def apply(
 
     Args:
         on_saved: called with the unfinished checkpoint folder after upstream has written it, to add further state.
-            Where it fails, upstream's own files stay a checkpoint under its name, and the run ends with the reason.
+            Where it fails, upstream's own files stay under the checkpoint's name unless an earlier try of that
+            step stands there, `last` stays at the checkpoint before, and the run ends with the reason.
         on_finished: called with the checkpoint folder once it is complete and `last` points at it.
     """
     from lerobot.scripts import lerobot_train
@@ -54,10 +55,13 @@ def apply(
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         failure = _failure_of(on_saved, unfinished)
+        if failure is not None and checkpoint_dir.exists():
+            shutil.rmtree(unfinished)
+            raise _unwritten(checkpoint_dir, failure) from failure
         _replace_folder(unfinished, checkpoint_dir)
         if failure is not None:
-            move_link(checkpoint_dir.parent / LAST_CHECKPOINT_LINK, checkpoint_dir)
-            raise _incomplete(checkpoint_dir, failure) from failure
+            last = (checkpoint_dir.parent / LAST_CHECKPOINT_LINK).resolve()
+            raise _incomplete(checkpoint_dir, last, failure) from failure
 
     def move_last_link(checkpoint_dir: Path) -> Path:
         link = move_link(checkpoint_dir.parent / LAST_CHECKPOINT_LINK, checkpoint_dir)
@@ -91,17 +95,22 @@ def _failure_of(on_saved: Callable[[Path], None] | None, unfinished: Path) -> Ex
 
 def _unwritten(checkpoint_dir: Path, error: Exception) -> RunStoppedError:
     return RunStoppedError(
-        f"The checkpoint {checkpoint_dir} could not be written: {error}. Nothing of it is left, and the checkpoints "
-        "before it are whole. Make room or choose another disk, then "
+        f"The checkpoint {checkpoint_dir} could not be written: {error}. Nothing of this try is left, and the "
+        "checkpoints that were there are whole. Make room or choose another disk, then "
         f"`lerobot train resume={checkpoint_dir.parents[1]}`."
     )
 
 
-def _incomplete(checkpoint_dir: Path, failure: Exception) -> RunStoppedError:
+def _incomplete(checkpoint_dir: Path, last: Path, failure: Exception) -> RunStoppedError:
+    way_on = (
+        f"`lerobot train resume={last}` continues from the one before, to the bit"
+        if last.is_dir()
+        else "no checkpoint stands before it, so begin the run anew to train it to the bit"
+    )
     return RunStoppedError(
         f"The checkpoint {checkpoint_dir} is kept, with upstream's own files alone: what embodix adds to it (the "
         f"position in the data, the run's overrides) could not be written: {type(failure).__name__}: {failure}. "
-        "The run ends here. Plain LeRobot loads the checkpoint; resume the one before to continue to the bit."
+        f"The run ends here. Plain LeRobot loads the checkpoint; {way_on}."
     )
 
 

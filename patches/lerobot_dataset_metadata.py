@@ -24,22 +24,23 @@ PATCH = Patch(
 )
 
 
-def apply(joins: Mapping[str, Mapping[str, Sequence[str]]] | None = None) -> Callable[[], None]:
+def apply(joins: Mapping[tuple[str, str | None], Mapping[str, Sequence[str]]] | None = None) -> Callable[[], None]:
     """Patch metadata and reader.
 
     Args:
-        joins: repo id -> key -> the keys that it is made of.
+        joins: repo id and root as they are asked for -> key -> the keys that it is made of.
     """
     from lerobot.datasets import dataset_metadata, dataset_reader
 
-    from embodix.data.joined_columns import complete_join, joined_features, joined_rows, joined_stats
+    from embodix.data.joined_columns import complete_join, dataset_place, joined_features, joined_rows, joined_stats
 
     load_metadata = dataset_metadata.LeRobotDatasetMetadata._load_metadata
     load_rows = dataset_reader.DatasetReader._load_hf_dataset
 
     def _load_metadata(self: Any) -> None:
         load_metadata(self)
-        self.embodix_join = complete_join((joins or {}).get(self.repo_id, {}), self.info["features"])
+        join = (joins or {}).get(dataset_place(self.repo_id, self._requested_root), {})
+        self.embodix_join = complete_join(join, self.info["features"])
         self.embodix_recorded_features = self.info["features"]
         if self.embodix_join:
             self.info = {**self.info, "features": joined_features(self.embodix_join, self.info["features"])}

@@ -10,9 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
-from embodix.data.recorded_dataset import MANIFEST_FILE
+from embodix.checks.catalogue import KINDS
+from embodix.cli.data import MATTERS_OF_A_RUN, data_task
+from embodix.config.compose import compose
+from embodix.data.recorded_dataset import MANIFEST_FILE, RecordedDataset
+from embodix.testing.datasets import write_dataset
 from embodix_metaworld.demonstrations import demonstrate
 
 Command = Callable[..., tuple[int, str]]
@@ -73,3 +78,56 @@ def test_an_interrupted_recording_is_gone_on_with(
     assert code == 0, printed
     assert [path.name for path in tmp_path.iterdir()] == ["dataset"]
     assert len(json.loads((tmp_path / "dataset" / MANIFEST_FILE).read_text())["episodes"]) == 2
+
+
+@pytest.fixture
+def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the source hands over, for a test to damage."""
+    root = write_dataset(tmp_path / "dataset", cameras=("front",))
+    recorded = RecordedDataset(root, root, num_episodes=2, num_frames=24, num_failed=0, reused=False)
+    monkeypatch.setattr("embodix_metaworld.recorder.record_metaworld", lambda _: recorded)
+    return root
+
+
+def _without_statistics(root: Path) -> None:
+    path = root / "meta" / "stats.json"
+    stats = json.loads(path.read_text())
+    del stats["action"]
+    path.write_text(json.dumps(stats))
+
+
+def _under_another_name(root: Path) -> None:
+    for path in (*root.rglob("*.json"), *root.rglob("*.parquet")):
+        if path.suffix == ".json":
+            path.write_text(path.read_text().replace('"action"', '"action.arm"'))
+            continue
+        table = pq.read_table(path)
+        pq.write_table(table.rename_columns([n.replace("action", "action.arm") for n in table.column_names]), path)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"), [(_without_statistics, "statistics_missing"), (_under_another_name, "key_missing")]
+)
+def test_what_a_run_decides_about_is_printed(
+    recording: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None], kind: str
+) -> None:
+    change(recording)
+    data_task(compose("data", ["data=metaworld", f"root={recording}"]))
+    printed = capsys.readouterr().out
+    assert f"[{kind}]" in printed
+    assert "`lerobot check` judges it for the policy of a run." in printed
+    assert "check=warn" not in printed
+    assert set(MATTERS_OF_A_RUN) <= set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind"), [("data/**/*.parquet", "file_unreadable"), ("meta/info.json", "info_unreadable")]
+)
+def test_a_damaged_recording_is_refused(recording: Path, pattern: str, kind: str) -> None:
+    (path,) = recording.glob(pattern)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(
+        ValueError, match=rf"{recording} is damaged; remove it and record it again:\n.*\[{kind}\]"
+    ) as refused:
+        data_task(compose("data", ["data=metaworld", f"root={recording}"]))
+    assert "check=warn" not in str(refused.value)

@@ -101,8 +101,10 @@ def test_resuming_goes_on_with_the_trained_adapters(
 ) -> None:
     whole = run_of(policy, "embodix")
     run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
-    result = train_here([f"resume={run}/checkpoints/000003"])
-    assert [record.loss for record in result.records] == _losses(whole)[3:]
+    shorter = ("train.steps=5", "schedule.on_resume=keep", "train.save_freq=1")
+    first = train_here([f"resume={run}/checkpoints/000003", *shorter])
+    second = train_here([f"resume={run}", f"train.steps={NUM_STEPS}", "schedule.on_resume=keep"])
+    assert [record.loss for record in first.records + second.records] == _losses(whole)[3:]
     resumed, uninterrupted = _adapters(run), _adapters(whole)
     assert [name for name in uninterrupted if not torch.equal(resumed[name], uninterrupted[name])] == []
 

@@ -70,6 +70,15 @@ def test_adapters_are_no_base(tmp_path: Path) -> None:
             _settled("policy=pi05_small", f"peft={choice}", f"policy.pretrained_path={tmp_path}")
 
 
+def test_a_run_that_was_resumed_names_its_adapters(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").touch()
+    cfg = compose("train", ["policy=pi05_small", f"policy.pretrained_path={tmp_path}", "train.output_dir=run"])
+    host_cfg = decode_host_config(cfg)
+    host_cfg.resume = True
+    settle_adapters(host_cfg, cfg.peft)
+    assert host_cfg.policy is not None and str(host_cfg.policy.pretrained_path) == str(tmp_path)
+
+
 def test_a_peft_that_cannot_wrap_says_what_it_misses(tmp_path: Path) -> None:
     import peft.import_utils
 

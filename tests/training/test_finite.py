@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from embodix.patching import replace_attribute
+from embodix.patching import patched, replace_attribute
 from embodix.report.steps import read_steps
 from embodix.testing.host_runs import train_here
 from embodix.training.finite import NonFiniteError, StepSamples, require_finite_state
 from embodix.training.loader import LoaderState
+from embodix.training.run_data import RunData
 from embodix.training.stopped import RunStoppedError
 
 Overrides = Callable[..., list[str]]
@@ -118,24 +119,64 @@ def test_samples_are_placed_by_what_the_batch_has() -> None:
     assert not StepSamples(raw, {}).inputs_are_finite()
 
 
-@pytest.mark.parametrize("fails", ["position", "overrides"])
-def test_an_addition_that_fails_keeps_upstreams_checkpoint(
-    blobs: Path, run_of: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+def _fail_after_the_first(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: Exception) -> None:
+    """The second call leaves half a file and fails."""
+    save, calls = getattr(owner, name), []
+
+    def failing(self: Any, folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) > 1:
+            (folder / "embodix_half.json").write_bytes(b"half")
+            raise fault
+        save(self, folder)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [(LoaderState, "save", OSError(28, "No space left")), (RunData, "save_embodiments", TypeError("no len()"))],
+)
+def test_an_addition_that_fails_keeps_upstreams_files_and_the_checkpoint_before(
+    blobs: Path, run_of: Overrides, tmp_path: Path, owner: type, name: str, fault: Exception
 ) -> None:
-    def half(self: LoaderState, folder: Path) -> None:
-        (folder / "embodix_loader.safetensors").write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    def refuse(root: Path) -> None:
-        raise TypeError("no len()")
-
-    monkeypatch.setattr(LoaderState, "save", half)
-    if fails == "overrides":
-        monkeypatch.setattr("embodix.training.run_data.RunData.save_embodiments", lambda self, folder: refuse(folder))
-    with pytest.raises(RunStoppedError, match=r"000002 is kept, with upstream's own files alone.*(No space|no len)"):
-        train_here(run_of(blobs, "train.steps=4", "train.save_freq=2"))
-    checkpoint = tmp_path / "run" / "checkpoints" / "last"
-    assert checkpoint.readlink() == Path("000002")
-    names = {path.name for path in checkpoint.rglob("*")}
+    checkpoints = tmp_path / "run" / "checkpoints"
+    kept = r"000004 is kept, with upstream's own files alone.*(No space|no len).*resume=\S+/000002` continues"
+    with pytest.MonkeyPatch.context() as patch:
+        _fail_after_the_first(patch, owner, name, fault)
+        with pytest.raises(RunStoppedError, match=kept):
+            train_here(run_of(blobs, "train.steps=4", "train.save_freq=2"))
+    names = {path.name for path in (checkpoints / "000004").rglob("*")}
     assert {"model.safetensors", "optimizer_state.safetensors", "training_step.json"} <= names
     assert not [name for name in names if name.startswith("embodix")]
+    assert (checkpoints / "last").readlink() == Path("000002")
+    assert [record.step for record in train_here([f"resume={tmp_path}/run"]).records] == [3, 4]
+    assert (checkpoints / "last").readlink() == Path("000004")
+
+
+def test_a_whole_checkpoint_is_not_replaced_by_upstreams_files_alone(tmp_path: Path) -> None:
+    from lerobot.scripts import lerobot_train
+
+    def save(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(str(len(tried)))
+
+    def add(folder: Path) -> None:
+        tried.append(folder)
+        if len(tried) > 1:
+            raise OSError(28, "No space left on device")
+        (folder / "overrides").touch()
+
+    tried: list[Path] = []
+    undo_save = replace_attribute(lerobot_train, "save_checkpoint", save)
+    try:
+        with patched({"lerobot_atomic_checkpoint": {"on_saved": add}}):
+            lerobot_train.save_checkpoint(tmp_path / "run" / "checkpoints" / "000002")
+            with pytest.raises(RunStoppedError, match=r"000002 could not be written: .*Nothing of this try is left"):
+                lerobot_train.save_checkpoint(tmp_path / "run" / "checkpoints" / "000002")
+            with pytest.raises(RunStoppedError, match=r"000004 is kept, .*no checkpoint stands before it"):
+                lerobot_train.save_checkpoint(tmp_path / "run" / "checkpoints" / "000004")
+    finally:
+        undo_save()
+    assert {path.name for path in (tmp_path / "run" / "checkpoints" / "000002").iterdir()} == {"weights", "overrides"}
+    assert (tmp_path / "run" / "checkpoints" / "000002" / "weights").read_text() == "0"

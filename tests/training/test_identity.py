@@ -40,7 +40,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def _resume(run: Path, *more: str) -> Any:
-    return train_here([f"resume={run}", "train.steps=5", *more])
+    return train_here([f"resume={run}", "train.steps=5", "schedule.on_resume=keep", *more])
 
 
 def _change_one_state(root: Path) -> None:
@@ -100,6 +100,8 @@ def test_another_episode_is_named_and_may_be_accepted(run: Path, tmp_path: Path)
         ("policy.chunk_size=7", r"policy: chunk_size was 6, is 7(?s:.*)=\[policy\]"),
         ("action_pad=mask", r"algorithm: action_pad was \{'name': 'host'.*\[algorithm\]"),
         ("dataset.episodes=[0]", r"data: episodes was absent, is \[0\]"),
+        ("dataset.statistics=exact", r"data: dataset.statistics was absent, is exact(?s:.*)=\[data\]"),
+        ("dataset.join={action: [action]}", r"data: dataset.join was absent, is \{'action': \['action'\]\}"),
         (
             "+optimizer.lr=0.5",
             r"optimizer: optimizer.lr was 0.001, is 0.5\nA resumed run keeps the checkpoint's optimizer",

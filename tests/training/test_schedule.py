@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lerobot.optim.optimizers import AdamWConfig
-from lerobot.optim.schedulers import CosineDecayWithWarmupSchedulerConfig, DiffuserSchedulerConfig
+from lerobot.optim.schedulers import (
+    CosineDecayWithWarmupSchedulerConfig,
+    DiffuserSchedulerConfig,
+    LRSchedulerConfig,
+)
 
 from embodix.config.train_schema import ScheduleSettings
 from embodix.training.schedule import RunSchedule, fresh_schedule, last_change, lr_factor, resumed_schedule
@@ -23,7 +28,7 @@ def host(steps, scheduler=COSINE):
 
 
 def scheduler_of(config, steps):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     return optimizer, config.build(optimizer, steps)
 
 
@@ -69,6 +74,38 @@ def test_a_schedule_that_fits_or_is_none_has_no_remark():
     assert RunSchedule(100).remark(host(100), 1.01, 0) is None
     assert RunSchedule(100).remark(host(100, None), 4.0, 0) is None
     assert last_change(lambda _: 1.0, 50) == 0
+
+
+@LRSchedulerConfig.register_subclass("one_cycle")
+@dataclass
+class OneCycle(LRSchedulerConfig):
+    num_warmup_steps: int | None = None
+
+    def build(self, optimizer, num_training_steps):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=num_training_steps)
+
+
+@LRSchedulerConfig.register_subclass("on_plateau")
+@dataclass
+class OnPlateau(LRSchedulerConfig):
+    num_warmup_steps: int | None = None
+
+    def build(self, optimizer, num_training_steps):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+@pytest.mark.parametrize("scheduler", [OneCycle(), OnPlateau()])
+def test_a_scheduler_that_is_no_function_of_the_step_is_left_to_upstream(scheduler, checkpoint):
+    run = fresh_schedule(ScheduleSettings(), host(60, scheduler))
+    assert run.remark(host(60, scheduler), 4.0, 0) is None
+    longer = resumed_schedule(ScheduleSettings(), host(120, scheduler), checkpoint())
+    assert longer == RunSchedule(120)
+    assert longer.remark(host(120, scheduler), 1.0, 60) is None
+    _, built = scheduler_of(scheduler, 120)
+    longer.adjust(built, host(120, scheduler))
+    asked = fresh_schedule(ScheduleSettings(steps=50), host(60, scheduler))
+    with pytest.raises(ValueError, match=rf"scheduler.type={scheduler.type} builds a .*Leave them out"):
+        asked.remark(host(60, scheduler), 1.0, 0)
 
 
 @pytest.fixture

@@ -17,12 +17,19 @@ from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app
 from embodix.config.compose import options_of
 from embodix.data.recorded_dataset import RecordedDataset
 
+# Of findings, those whose weight depends on how the policy normalises, and on the run's names, joins and instructions.
+MATTERS_OF_A_RUN = (
+    *("statistics_missing", "statistics_name", "statistics_shape", "statistics_not_finite", "statistics_inverted"),
+    *("statistics_of_other_data", "quantiles_averaged", "normalised_large"),
+    *("key_missing", "camera_missing", "instruction_empty"),
+)
+
 
 def data_task(cfg: DictConfig) -> None:
     """Record with the registered data source that the config names.
 
     Raises:
-        ValueError: it names none, settings that the source does not have, or what was recorded can't be trained on.
+        ValueError: it names none, settings that the source does not have, or what was recorded is damaged.
     """
     fields: Any = OmegaConf.to_container(cfg, resolve=True)
     if "source" not in fields:
@@ -35,21 +42,23 @@ def data_task(cfg: DictConfig) -> None:
 
 
 def _check(root: Path) -> None:
-    """Judge what was recorded as a policy that reads instructions and normalises by quantiles would.
+    """Print what is found in a recording; the run that will read it is not known yet.
 
     Raises:
-        ValueError: it can't be trained on.
+        ValueError: its files or metadata are damaged.
     """
     from embodix.checks.dataset_check import check_dataset
     from embodix.checks.dataset_reading import read_dataset
-    from embodix.checks.guard import refusal
     from embodix.checks.run_needs import RunNeeds
 
     needs = RunNeeds("any", {"STATE": "QUANTILES", "ACTION": "QUANTILES"}, language=True)
     report = check_dataset(str(root), read_dataset(root), needs)
-    if report.errors:
-        raise ValueError(refusal(report))
-    print("\n".join([f"Checked {report.verdict}", *(finding.sentence for finding in report.warnings)]))
+    print("\n".join([f"Checked {report.verdict}", *(finding.sentence for finding in report.findings)]))
+    damage = [finding.sentence for finding in report.errors if finding.kind not in MATTERS_OF_A_RUN]
+    if damage:
+        raise ValueError(f"The data set at {root} is damaged; remove it and record it again:\n  " + "\n  ".join(damage))
+    if report.findings:
+        print("It was looked at as if normalised by quantiles; `lerobot check` judges it for the policy of a run.")
 
 
 def _settings(fields: dict[str, Any], source: str) -> Any:

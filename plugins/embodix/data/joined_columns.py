@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 Join = Mapping[str, Sequence[str]]
+DatasetPlace = tuple[str, str | None]  # repo id and root
 JOIN = "join"
 VECTORS = ("observation.state", "action")
 NOT_NUMBERS = ("image", "video", "string", "language")
+
+
+def dataset_place(repo_id: str, root: str | Path | None) -> DatasetPlace:
+    """What tells a data set from another of a run; several may have one repo id in folders of their own."""
+    return repo_id, None if root is None else str(Path(root))
 
 
 def decode_join(place: str, node: Any) -> dict[str, list[str]]:

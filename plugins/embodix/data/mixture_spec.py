@@ -77,6 +77,11 @@ def is_mixture(dataset_node: Mapping[str, Any]) -> bool:
     return MEMBERS in dataset_node
 
 
+def is_own_field(name: str) -> bool:
+    """Whether a field of a config's ``dataset`` node is embodix's, so that upstream's config does not have it."""
+    return name in (*OWN_FIELDS, MEMBERS, EVALUATE_AS)
+
+
 def host_dataset_fields(dataset_node: Mapping[str, Any]) -> dict[str, Any]:
     """What upstream's ``DatasetConfig`` is decoded from; for a mixture, a record of it under a name of its own."""
     if not is_mixture(dataset_node):

@@ -48,6 +48,7 @@ def settle_adapters(host_cfg: TrainPipelineConfig, node: Mapping[str, Any] | Non
     """Fill in what upstream's config needs to train adapters of this policy.
 
     Args:
+        host_cfg: of a run that is resumed it names the checkpoint whose adapters go on, wherever the base is.
         node: the group ``peft`` of the composed config.
 
     Raises:
@@ -56,7 +57,7 @@ def settle_adapters(host_cfg: TrainPipelineConfig, node: Mapping[str, Any] | Non
     """
     assert host_cfg.policy is not None
     base = host_cfg.policy.pretrained_path
-    if base is not None and holds_adapters(Path(base)):
+    if not host_cfg.resume and base is not None and holds_adapters(Path(base)):
         raise ValueError(
             f"policy.pretrained_path={base} holds adapters, not a policy. Go on with its run by resume={base}, or "
             f"merge them and start from the result: {merge_command(base)}."

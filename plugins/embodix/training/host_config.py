@@ -21,9 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix import plugins
 from embodix.config.compose import options_of
-from embodix.data.mixture_spec import host_dataset_fields
+from embodix.data.mixture_spec import host_dataset_fields, is_own_field
 from embodix.training.adapters import upstream_peft
 
+HOST_GROUPS = ("policy", "dataset", "env", "eval", "optimizer", "scheduler")
 COUNTS_OF_ENV = ("episode_length", "fps", "image_size", "observation_height", "observation_width")
 NAMED_GROUPS = (
     *("packing", "attention", "vision_tokens", "action_pad", "language", "reads", "preprocessing", "sampling"),
@@ -147,7 +148,10 @@ def _host_key(key: str) -> str | None:
     """Where upstream's config holds a field of ours; None for what is not upstream's, or a whole group."""
     if key.startswith("train."):
         return key.removeprefix("train.")
-    return key if re.match(r"(policy|dataset|env|eval|optimizer|scheduler)\.", key) else None
+    group, _, field = key.partition(".")
+    if group == "dataset" and is_own_field(field.partition(".")[0]):
+        return None
+    return key if field and group in HOST_GROUPS else None
 
 
 def _register_choices(env: Mapping[str, Any] | None) -> None:

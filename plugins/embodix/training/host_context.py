@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from embodix.data.joined_columns import JOIN, decode_join
+from embodix.data.joined_columns import JOIN, DatasetPlace, dataset_place, decode_join
 from embodix.data.mixture_spec import decode_mixture, is_mixture
 from embodix.data.tokenizer import offline_tokenizer
 from embodix.patching import patch_module, patched
@@ -64,12 +64,26 @@ def required_patches(cfg: DictConfig, resume_config: Path | None = None) -> dict
     return patches | adapter_patches(cfg.peft, resume_config) | _policy_options(cfg)
 
 
-def joins_of(node: DictConfig) -> dict[str, dict[str, list[str]]]:
-    """Repo id -> what its joined columns are made of, of the data set or of each member of a mixture."""
+def joins_of(node: DictConfig) -> dict[DatasetPlace, dict[str, list[str]]]:
+    """Repo id and root -> what its joined columns are made of, of the data set or of each member of a mixture.
+
+    Raises:
+        ValueError: one data set twice in a mixture, with different joins.
+    """
     plain: Any = OmegaConf.to_container(node, resolve=True)
-    if is_mixture(plain):
-        return {member.repo_id: member.join for member in decode_mixture(plain).members}
-    return {str(plain["repo_id"]): decode_join(f"dataset.{JOIN}", plain.get(JOIN))}
+    if not is_mixture(plain):
+        join = decode_join(f"dataset.{JOIN}", plain.get(JOIN))
+        return {dataset_place(str(plain["repo_id"]), plain.get("root")): join}
+    joins: dict[DatasetPlace, dict[str, list[str]]] = {}
+    for member in decode_mixture(plain).members:
+        place = dataset_place(member.repo_id, member.root)
+        if joins.setdefault(place, member.join) != member.join:
+            raise ValueError(
+                f"A data set is joined one way in a run; dataset.members.{member.name}.{JOIN} is {member.join}, and "
+                f"another member joins {' at '.join(filter(None, place))} as {joins[place]}. Give both the same join, "
+                "or one of them a copy with a repo_id or root of its own."
+            )
+    return joins
 
 
 def policy_patches(cfg: DictConfig) -> dict[str, dict[str, Any]]:

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import embodix
+from embodix.checks.dataset_check import STATISTICS_CHOICES, statistics_choice
 from embodix.data.content import dataset_content, files_content
+from embodix.data.joined_columns import JOIN, decode_join
 from embodix.data.mixture_dataset import MixtureDataset
+from embodix.data.mixture_spec import STATISTICS, is_mixture
 from embodix.report.manifest import write_text_atomically
 
 IDENTITY_FILE = "embodix_identity.json"
@@ -103,7 +106,7 @@ def data_identity(dataset: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for member in dataset.members:
         chosen = {name: getattr(member.spec, name) for name in ("weight", "episodes", "cameras")}
-        content = {**dataset_content(Path(member.dataset.root)), **chosen}
+        content = {**dataset_content(Path(member.dataset.root)), **chosen, JOIN: member.spec.join or None}
         found |= {f"{member.name}.{name}": value for name, value in content.items()}
     return found
 
@@ -138,7 +141,7 @@ def run_identity(
     algorithm |= {name: value for name, value in host_fields.items() if "rabc" in name and "path" not in name}
     return RunIdentity(
         {
-            "data": {**data, **{name: host_fields["dataset"][name] for name in DATA_SETTINGS}},
+            "data": {**data, **_data_settings(config["dataset"], host_fields["dataset"])},
             "tokenizer": _tokenizers(config["tokenizer"]["directory"], tokenizers),
             "batch": batch,
             "policy": {name: value for name, value in policy.items() if name not in hidden},
@@ -156,6 +159,17 @@ def run_identity(
             "versions": {"embodix": embodix.__version__, "lerobot": importlib.metadata.version("lerobot")},
         }
     )
+
+
+def _data_settings(node: Mapping[str, Any], host_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """How the data are read; what is not chosen is None, as in a checkpoint that does not record it."""
+    statistics = statistics_choice(node)
+    join = {} if is_mixture(node) else decode_join(f"dataset.{JOIN}", node.get(JOIN))
+    return {
+        **{name: host_fields[name] for name in DATA_SETTINGS},
+        f"dataset.{STATISTICS}": None if statistics == STATISTICS_CHOICES[0] else statistics,
+        f"dataset.{JOIN}": join or None,
+    }
 
 
 def _tokenizers(directory: str | None, of_policy: Mapping[str, str]) -> dict[str, str]:

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+FIXED_GROUPS = ("optimizer", "scheduler", "env", "peft", "rename_map")  # of a run that is resumed
+FIXED_FIELDS = ("peft.", "rename_map.", "logging.options.")  # those of the other groups reach upstream's config
+
+
 @dataclass(frozen=True)
 class RunResult:
     """A finished run.
@@ -128,8 +132,9 @@ def _require_resumable(checkpoint: Checkpoint, recorded: list[str], added: list[
 
 
 def _is_fixed_on_resume(override: str) -> bool:
-    key, _, value = override.lstrip("+").partition("=")
-    return key in ("optimizer", "scheduler", "env", "peft", "rename_map") or (key, value) == ("logging", "wandb")
+    key, _, value = override.lstrip("+~").partition("=")
+    whole = key in FIXED_GROUPS or (key, value) == ("logging", "wandb")
+    return whole or key.startswith(FIXED_FIELDS)
 
 
 def _run(

@@ -51,7 +51,7 @@ class RunSchedule:
 
     def adjust(self, scheduler: Any, host_cfg: TrainPipelineConfig) -> None:
         """Give the scheduler that upstream has built and restored this length, where upstream's is another."""
-        if host_cfg.scheduler is None or (self.steps == host_cfg.steps and not self.begins_now):
+        if host_cfg.scheduler is None or self._is_upstreams(host_cfg):
             return
         lambda_lr = _bare(scheduler)
         lambda_lr.lr_lambdas = [lr_factor(host_cfg.scheduler, self.steps)] * len(lambda_lr.lr_lambdas)
@@ -62,14 +62,20 @@ class RunSchedule:
             group["lr"] = rate
         lambda_lr._last_lr = rates
 
+    def _is_upstreams(self, host_cfg: TrainPipelineConfig) -> bool:
+        return self.steps == host_cfg.steps and not self.begins_now
+
     def remark(self, host_cfg: TrainPipelineConfig, advances_a_step: float, num_trained: int) -> str | None:
-        """What to know before the start: the schedule is over early, or will not be; None where it fits the run.
+        """What to know before the start: the schedule is over early, or will not be; None where it fits the run, and
+        for a scheduler that is no function of the step and whose length is upstream's.
 
         Args:
             advances_a_step: how often the schedule advances in a step, on average.
             num_trained: steps of the run that are trained already.
         """
         if host_cfg.scheduler is None or host_cfg.optimizer is None:
+            return None
+        if self._is_upstreams(host_cfg) and _is_left_to_upstream(host_cfg):
             return None
         factor, num_steps = lr_factor(host_cfg.scheduler, self.steps), host_cfg.steps - self.begun_at
         advances = math.floor((num_steps - 1) * advances_a_step)
@@ -126,7 +132,8 @@ def resumed_schedule(settings: ScheduleSettings, host_cfg: TrainPipelineConfig, 
     """The schedule of a run that goes on.
 
     Args:
-        checkpoint: its folder; without embodix's own file the schedule is that of the steps in upstream's config.
+        checkpoint: its folder; without embodix's own file the schedule is that of the steps in upstream's config. A
+            scheduler that is no function of the step is left to upstream, unless a length is asked for.
         host_cfg: with the steps of this command.
 
     Raises:
@@ -140,10 +147,17 @@ def resumed_schedule(settings: ScheduleSettings, host_cfg: TrainPipelineConfig, 
         return RunSchedule(max(1, host_cfg.steps - step), step, begins_now=True)
     if settings.on_resume == "one_run":
         return RunSchedule(wanted, before.begun_at)
+    if settings.on_resume is None and settings.steps is None and _is_left_to_upstream(host_cfg):
+        return RunSchedule(host_cfg.steps)
     if settings.on_resume is None and (state / SCHEDULER_STATE).is_file():
         advances = int(json.loads((state / SCHEDULER_STATE).read_text())["last_epoch"])
         _require_same(before.steps, wanted, step, advances, host_cfg)
     return before
+
+
+def _is_left_to_upstream(host_cfg: TrainPipelineConfig) -> bool:
+    """Whether the scheduler is no function of the step, whose length could be changed."""
+    return host_cfg.scheduler is not None and not isinstance(_built(host_cfg.scheduler, host_cfg.steps), LambdaLR)
 
 
 def _kept(checkpoint: Path) -> RunSchedule:
@@ -178,9 +192,7 @@ def lr_factor(config: LRSchedulerConfig, steps: int) -> Factor:
     Raises:
         ValueError: a schedule that is no such function.
     """
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with _quiet():
-        built = config.build(optimizer, steps)
+    built = _built(config, steps)
     if not isinstance(built, LambdaLR):
         raise ValueError(
             f"schedule.steps and schedule.on_resume change schedules that are a function of the step; scheduler.type="
@@ -188,6 +200,12 @@ def lr_factor(config: LRSchedulerConfig, steps: int) -> Factor:
         )
     factor: Factor = built.lr_lambdas[0]
     return factor
+
+
+def _built(config: LRSchedulerConfig, steps: int) -> Any:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with _quiet():
+        return config.build(optimizer, steps)
 
 
 def last_change(factor: Factor, advances: int) -> int:
