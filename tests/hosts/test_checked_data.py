@@ -14,9 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
+from embodix.checkpoints.model_folder import find_model
+from embodix.checkpoints.policy_loading import prepared_host
 from embodix.checks.exact_statistics import exact_statistics_of
 from embodix.patching import patched
+from embodix.quantization.held_out import held_out_batches
 from embodix.report.steps import read_steps
+from embodix.schema.gate import AccuracyGateSettings
 from embodix.testing.datasets import write_dataset
 from embodix.testing.host_runs import train_here
 from embodix_pi05.testing import small_run
@@ -153,3 +157,18 @@ def test_flat_dimensions_stay_bounded(tmp_path: Path) -> None:
     scaled = 2 * (values - stats["q01"]) / (stats["q99"] - stats["q01"]) - 1
     assert np.abs(scaled).max() < 3
     assert np.abs((values - stats["mean"]) / (stats["std"] + 1e-8)).max() < 20
+
+
+@pytest.mark.parametrize("joined", [("dataset.join={action: [action.arm, gripper]}",), ()], ids=["parts", "single"])
+def test_the_gate_reads_what_training_read(tmp_path: Path, run_on: Any, joined: tuple[str, ...]) -> None:
+    width = 4 if joined else 1
+    root = write_dataset(tmp_path / "set", state_dim=width, action_dim=width)
+    if joined:
+        _rewrite(root, _split_action)
+    run_on(root, "train.steps=1", "train.save_freq=1", "train.save_checkpoint=true", *joined)
+    source = find_model(tmp_path / "run")
+    cfg = source.compose_run(source.policy_type(), [])
+    with prepared_host(source, cfg):
+        samples = held_out_batches(source, cfg, AccuracyGateSettings(num_samples=2, batch_size=2))
+    assert len(samples.action_names) == width
+    assert samples[0]["action"].shape[-1] == samples[0]["observation.state"].shape[-1] == width

@@ -64,6 +64,35 @@ def test_all_faults_are_told_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
+RELATIVE, EXACT = "policy.use_relative_actions=true", "dataset.statistics=exact"
+MIXED = (
+    "dataset=mixture",
+    "dataset.members={arm: {repo_id: a/b}, hand: {repo_id: c/d}}",
+    "tokenizer.directory=anywhere",
+)
+
+
+@pytest.mark.parametrize("data", [(), MIXED], ids=["one", "mixture"])
+def test_relative_actions_are_not_normalised_by_statistics_of_absolute_ones(data: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"of the data set's absolute actions.*relative_action true"):
+        sound_host_config(small(*data, RELATIVE, EXACT))
+    sound_host_config(small(*data, RELATIVE))
+    sound_host_config(small(*data, EXACT))
+
+
+def test_a_policy_without_a_record_is_asked_for_relative_actions_too() -> None:
+    chosen = [
+        "policy.type=pi0",
+        RELATIVE,
+        "++policy.push_to_hub=false",
+        "dataset.repo_id=a/b",
+        "train.output_dir=nowhere",
+    ]
+    assert sound_host_config(compose("train", chosen)).policy is not None
+    with pytest.raises(ValueError, match="of the data set's absolute actions"):
+        sound_host_config(compose("train", [*chosen, EXACT]))
+
+
 def test_options_of_an_evaluation_are_typed() -> None:
     chosen = ["evaluation=background", "env=metaworld"]
     with pytest.raises(ValueError, match=r"no option 'keeep'. Did you mean 'keep'"):

@@ -180,3 +180,15 @@ def test_a_whole_checkpoint_is_not_replaced_by_upstreams_files_alone(tmp_path: P
         undo_save()
     assert {path.name for path in (tmp_path / "run" / "checkpoints" / "000002").iterdir()} == {"weights", "overrides"}
     assert (tmp_path / "run" / "checkpoints" / "000002" / "weights").read_text() == "0"
+
+
+def test_samples_are_counted_by_what_has_one_row_a_sample():
+    sizes_of_cameras = torch.ones(6, 2)
+    sizes_of_cameras[1] = torch.nan
+    batch = {"sizes": sizes_of_cameras, "index": torch.tensor([5, 6]), "task": ["push", "pull"]}
+    assert StepSamples(batch, {}).describe() == ["index 5, task 'push'", "index 6, task 'pull'"]
+    actions = torch.tensor([[0.0], [torch.inf]])
+    tokens = torch.ones(9, dtype=torch.long)
+    unnamed = StepSamples({"packed": tokens, "action": actions, "embodiments": ["arm"]}, {}).describe()
+    assert unnamed == ["row 0 of a batch without episode_index", "not finite: action"]
+    assert StepSamples({"packed": tokens}, {}).describe() == []

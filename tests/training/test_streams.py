@@ -61,6 +61,7 @@ def test_a_frame_that_cannot_be_read_is_named(videos: Path, run_of: Overrides, t
     [
         (["dataset.episodes=[0]"], r"upstream ignores dataset.episodes=\[0\]. Set dataset.streaming=false"),
         (["train.num_workers=0"], r"upstream reads nothing and waits for ever. Set train.num_workers=1"),
+        (["dataset.join={action: [left, right]}"], r"dataset.join of action. Set dataset.streaming=false"),
     ],
 )
 def test_what_upstream_would_ignore_is_refused(
@@ -68,6 +69,14 @@ def test_what_upstream_would_ignore_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         train_here(run_of(videos, *STREAMED, *changes))
+
+
+def test_a_state_of_one_dimension_is_refused(run_of: Overrides, tmp_path: Path) -> None:
+    narrow = write_dataset(tmp_path / "narrow", state_dim=1, video=True)
+    with pytest.raises(
+        ValueError, match=r"lose their axis.*\(observation.state of .*narrow\). Set dataset.streaming=false"
+    ):
+        train_here(run_of(narrow, *STREAMED))
 
 
 def test_images_are_refused(blobs: Path, run_of: Overrides) -> None:
@@ -79,7 +88,11 @@ def test_images_are_refused(blobs: Path, run_of: Overrides) -> None:
 
 def _built(episodes: list[dict[str, Any]], delta_indices: dict[str, list[int]]) -> Any:
     meta = SimpleNamespace(
-        episodes=episodes, video_keys=["front"], features={}, get_video_file_path=lambda *_: "front/file-001.mp4"
+        episodes=episodes,
+        video_keys=["front"],
+        features={},
+        embodix_join={},
+        get_video_file_path=lambda *_: "front/file-001.mp4",
     )
     frames = SimpleNamespace(meta=meta, delta_indices=delta_indices, fps=10, tolerance_s=1e-4, root="somewhere")
     frames.make_frame = None

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a LeRobotDataset's metadata say about the cost of training on it: episodes, tasks, cameras, state range.
 
-Reads ``meta/`` only, plus the ``camera_is_pad`` column where a data set has one; decodes no image.
+Reads ``meta/`` only, plus the ``camera_is_pad`` column where a data set has one, and the numeric columns for exact
+statistics; decodes no image.
 Format: LeRobotDataset v3.0 (lerobot/datasets/utils.py).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from embodix.checks.dataset_check import local_folder
+from embodix.checks.dataset_check import local_folder, statistics_choice
 from embodix.checks.dataset_tables import DatasetTables
+from embodix.checks.exact_statistics import exact_statistics_of
 from embodix.checks.guard import require_readable_metadata
-from embodix.data.joined_columns import JOIN, complete_join, decode_join, joined_features, joined_stats
+from embodix.data.joined_columns import JOIN, Join, complete_join, decode_join, joined_features, joined_stats
 
 CAMERA_IS_PAD = "camera_is_pad"
 
@@ -65,10 +68,11 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     """Read the metadata of the data set that a train config names.
 
     Args:
-        dataset: ``dataset`` node; ``root``, ``repo_id`` and ``episodes`` are used.
+        dataset: ``dataset`` node; ``root``, ``repo_id``, ``episodes``, ``join`` and ``statistics`` are used.
 
     Raises:
-        ValueError: no data set there, no task strings, or episodes that it does not have.
+        ValueError: no data set there, no task strings, episodes that it does not have, or for exact statistics, frames
+            that can't be read.
     """
     root = local_folder(dataset)
     if root is None or not (root / "meta" / "info.json").is_file():
@@ -80,6 +84,8 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
     tables = require_readable_metadata(root, dataset.get("episodes"))
     join = complete_join(decode_join(f"dataset.{JOIN}", dataset.get(JOIN)), tables.features)
     features, stats = joined_features(join, tables.features), joined_stats(join, tables.stats)
+    if statistics_choice(dataset) == "exact":
+        stats = _exact_where_frames_are(root, dataset.get("episodes"), join, stats)
     state_stats = stats.get("observation.state", {})
     return DatasetFacts(
         name=str(dataset.get("repo_id") or root.name),
@@ -90,6 +96,18 @@ def read_dataset_facts(dataset: Mapping[str, Any]) -> DatasetFacts:
             name: np.asarray(values, dtype=float).reshape(-1).tolist() for name, values in state_stats.items()
         },
     )
+
+
+def _exact_where_frames_are(
+    root: Path, episodes: Sequence[int] | None, join: Join, recorded: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    if any((root / "data").glob("**/*.parquet")):
+        return exact_statistics_of(root, episodes, join, recorded)
+    logging.warning(
+        f"{root} has metadata alone: prompts are planned with its recorded statistics, while dataset.statistics=exact "
+        "trains with those of its frames. Fetch data/ for exact counts."
+    )
+    return recorded
 
 
 def padded_action_share(lengths: Sequence[int], chunk_size: int) -> float:

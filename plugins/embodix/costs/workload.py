@@ -9,7 +9,7 @@ from typing import Any
 
 from embodix.contracts import PolicySupport, SampleLayout, SampleShape
 from embodix.costs.dataset_facts import DatasetFacts, read_dataset_facts
-from embodix.data.mixture_spec import decode_mixture, is_mixture, map_cameras
+from embodix.data.mixture_spec import STATISTICS, decode_mixture, is_mixture, map_cameras
 from embodix.data.token_counts import token_counter
 
 Draws = dict[tuple[int, int], float]  # (images, prompt length) -> share
@@ -61,7 +61,7 @@ def read_sources(config: Mapping[str, Any]) -> list[Source]:
         return [Source(facts, _filled_slots(facts, declared, config.get("rename_map") or {}))]
     spec, sources = decode_mixture(config["dataset"]), []
     for member in spec.members:
-        facts = read_dataset_facts(vars(member))
+        facts = read_dataset_facts({**vars(member), STATISTICS: config["dataset"].get(STATISTICS)})
         cameras = map_cameras(member, tuple(facts.cameras), declared)
         slots = {slot: facts.cameras[camera] for camera, slot in cameras.items() if slot is not None}
         sources.append(Source(facts, slots, 1.0 if member.weight is None else member.weight / facts.num_frames))

@@ -15,6 +15,8 @@ from typing import Any
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.utils.constants import LOOKAHEAD_BACKTRACKTABLE, LOOKBACK_BACKTRACKTABLE
 
+from embodix.data.joined_columns import Join
+
 FrameMaker = Callable[[Any], Iterator[dict[str, Any]]]
 
 
@@ -22,12 +24,21 @@ class IncompleteStreamError(ValueError):
     """A streamed data set gives fewer samples than it says it has, or one that cannot be read."""
 
 
-def require_streamable(host_cfg: TrainPipelineConfig) -> None:
+def require_streamable(host_cfg: TrainPipelineConfig, join: Join) -> None:
     """Check what the config alone tells of a streamed data set.
 
+    Args:
+        join: ``dataset.join``.
+
     Raises:
-        ValueError: chosen episodes, which upstream ignores, or no workers, with which it yields nothing for ever.
+        ValueError: joined columns, chosen episodes, which upstream ignores, or no workers, with which it yields nothing
+            for ever.
     """
+    if join:
+        raise ValueError(
+            f"Columns are joined where a data set is read whole; a stream gives its rows as they are stored. Got "
+            f"dataset.streaming=true and dataset.join of {', '.join(join)}. Set dataset.streaming=false."
+        )
     if host_cfg.dataset.episodes is not None:
         raise ValueError(
             f"A streamed data set is trained on whole: upstream ignores dataset.episodes={host_cfg.dataset.episodes}. "
@@ -44,8 +55,10 @@ def guard_stream(dataset: Any) -> None:
     """Make a built stream end with an error at the first frame that cannot be read.
 
     Raises:
-        ValueError: images, a video that upstream would read at another time, or action chunks beyond its window.
+        ValueError: a state or action of one dimension, images, a video that upstream would read at another time, or
+            action chunks beyond its window.
     """
+    _require_vectors(dataset)
     _require_videos(dataset)
     _require_window(dataset)
     _require_video_places(dataset)
@@ -83,6 +96,15 @@ def _place(dataset: Any, frames: Any) -> str:
     files = [dataset.meta.get_video_file_path(episode, key) for key in dataset.meta.video_keys]
     files = files or [dataset.meta.get_data_file_path(episode)]
     return f"Frame {frame} of episode {episode} ({', '.join(map(str, files))} of {dataset.root})"
+
+
+def _require_vectors(dataset: Any) -> None:
+    joined = dataset.meta.embodix_join
+    if joined:
+        raise ValueError(
+            f"Upstream streams a column of one dimension as single numbers, which lose their axis in a batch "
+            f"({', '.join(joined)} of {dataset.root}). Set dataset.streaming=false, which makes vectors of them."
+        )
 
 
 def _require_videos(dataset: Any) -> None:

@@ -20,7 +20,9 @@ from embodix.checkpoints.model_folder import ModelFolder, is_dataset
 from embodix.checkpoints.processor_files import load_processors
 from embodix.data.column_reads import read_columns
 from embodix.data.mixture_spec import decode_mixture, is_mixture
+from embodix.patching import patched
 from embodix.schema.gate import AccuracyGateSettings
+from embodix.training.host_context import METADATA_PATCH, joins_of
 
 Batch = dict[str, Any]
 LAST_SHARE = 10  # one in so many episodes, the last ones, where training left none out
@@ -87,6 +89,13 @@ def held_out_batches(
     """
     source = source.member(cfg)
     trained_on = _trained_on(source, cfg, settings.dataset_root)
+    with patched({METADATA_PATCH: {"joins": joins_of(cfg.dataset)}}):
+        return _read_batches(source, trained_on, settings, device)
+
+
+def _read_batches(
+    source: ModelFolder, trained_on: TrainedOn, settings: AccuracyGateSettings, device: str | None
+) -> HeldOutBatches:
     policy_cfg = PreTrainedConfig.from_pretrained(source.model)
     meta = LeRobotDatasetMetadata(trained_on.repo_id, root=trained_on.root)
     tasks = [tuple(sorted(meta.episodes[episode]["tasks"])) for episode in range(meta.total_episodes)]

@@ -9,6 +9,7 @@ clock splits the step into phases, in process CPU time and wall time.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,9 +43,13 @@ class ObservedAccelerator(Accelerator):
     Args:
         observer: told of each mark.
         force_cpu: upstream's rule: the CPU is forced when ``policy.device`` is ``cpu``.
+
+    Raises:
+        ValueError: accelerate was started with fp16.
     """
 
     def __init__(self, observer: StepObserver, force_cpu: bool, **kwargs: Any) -> None:
+        _require_unscaled_losses(kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION"))
         # The same construction as lerobot_train.train makes when it is given no accelerator.
         super().__init__(
             step_scheduler_with_optimizer=False,
@@ -85,6 +90,15 @@ class ObservedAccelerator(Accelerator):
         # update_policy asks for the bare model once, after optimizer and schedule have stepped.
         self._observer.step_ended()
         return super().unwrap_model(*args, **kwargs)
+
+
+def _require_unscaled_losses(mixed_precision: str | None) -> None:
+    if mixed_precision is not None and mixed_precision.lower() == "fp16":
+        raise ValueError(
+            "A run takes each of its steps and continues to the bit. In fp16 accelerate scales the loss and leaves out "
+            "steps whose gradients overflow, and upstream saves no scale; accelerate was started with "
+            "mixed_precision=fp16. Take bf16 or no: accelerate launch --mixed_precision bf16."
+        )
 
 
 @dataclass

@@ -17,6 +17,7 @@ from lerobot.configs.train import TrainPipelineConfig
 from omegaconf import DictConfig, OmegaConf
 
 from embodix.arguments import ArgumentError
+from embodix.checks.dataset_check import statistics_choice
 from embodix.data.recorded_dataset import TOKENIZER_FOLDER
 from embodix.patching import patch_arguments
 from embodix.policies.support import support_of
@@ -85,7 +86,7 @@ def require_sound_config(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None
         ValueError: every fault in a line, with the rule and what was got.
     """
     faults = [*_number_faults(cfg, host_cfg), *_group_faults(cfg), *_policy_faults(cfg, host_cfg)]
-    faults += _tokenizer_faults(cfg)
+    faults += [*_tokenizer_faults(cfg), *_statistics_faults(cfg, host_cfg)]
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -171,6 +172,17 @@ def _tokenizer_faults(cfg: DictConfig) -> Iterator[str]:
         f"The tokenizer {hub_id} would be fetched from the hub, and the sizes of `architecture` have a vocabulary of "
         f"their own. Add tokenizer.directory={_tokenizer_beside(cfg.dataset)}"
     )
+
+
+def _statistics_faults(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> Iterator[str]:
+    relative = getattr(host_cfg.policy, "use_relative_actions", False)
+    if relative and statistics_choice(cfg.dataset) == "exact":
+        yield (
+            "dataset.statistics=exact are those of the data set's absolute actions, and "
+            "policy.use_relative_actions=true normalises relative ones. Record theirs in the data set, with upstream's "
+            "lerobot-edit-dataset --operation.type recompute_stats --operation.relative_action true, and set "
+            "dataset.statistics=recorded."
+        )
 
 
 def _tokenizer_beside(dataset: DictConfig) -> str:

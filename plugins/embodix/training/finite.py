@@ -16,6 +16,8 @@ from embodix.training.stopped import RunStoppedError
 
 MAX_NAMED, NOT_FINITE = 32, "not finite"
 IMAGE_DIMS = 4  # a batch of images has as many dimensions or more
+PLACE = ("index", "episode_index", "frame_index", "task")
+PER_SAMPLE = (*PLACE, ACTION, OBS_STATE)  # the first that is there says how many samples a batch has
 
 
 class NonFiniteError(RunStoppedError):
@@ -41,14 +43,14 @@ class StepSamples:
 
     def describe(self) -> list[str]:
         """Each sample by episode, frame and task, with the inputs of it that are not finite."""
-        return [self._sample(part, row) for part in self._parts for row in range(_num_rows(part))]
+        return [self._sample(_per_sample(part), row) for part in self._parts for row in range(_num_samples(part))]
 
     def _sample(self, part: Mapping[str, Any], row: int) -> str:
-        values = {key: part[key][row] for key in ("episode_index", "frame_index", "index", "task") if key in part}
+        values = {key: part[key][row] for key in PLACE if key in part}
         words = self._place(values)
         if "task" in values:
             words.append(f"task {str(values['task'])!r}")
-        bad = [key for key, value in part.items() if not _is_finite_row(value, row)]
+        bad = [key for key, value in part.items() if not _is_finite(value[row])]
         if bad:
             words.append(f"{NOT_FINITE}: {', '.join(bad)}")
         return ", ".join(words) or f"row {row} of a batch without episode_index"
@@ -114,12 +116,13 @@ def _without_images(part: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _num_rows(part: Mapping[str, Any]) -> int:
-    return max((len(value) for value in part.values()), default=0)
+def _num_samples(part: Mapping[str, Any]) -> int:
+    return next((len(part[key]) for key in PER_SAMPLE if key in part), 0)
 
 
-def _is_finite_row(value: Any, row: int) -> bool:
-    return not isinstance(value, Tensor) or row >= len(value) or _is_finite(value[row])
+def _per_sample(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with a row a sample: a preprocessed batch may have others, as one a camera and sample."""
+    return {key: value for key, value in part.items() if len(value) == _num_samples(part)}
 
 
 def _is_finite(value: Any) -> bool:

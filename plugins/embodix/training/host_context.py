@@ -22,6 +22,7 @@ from embodix.training.checkpoint import checkpoint_finished, write_session_state
 from embodix.training.session import current_session
 
 QUANTIZED_PATCH = "lerobot_quantized_checkpoint"
+METADATA_PATCH = "lerobot_dataset_metadata"
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def required_patches(cfg: DictConfig, resume_config: Path | None = None) -> dict
         patches["lerobot_atomic_checkpoint"]["on_saved"] = write_session_state
         patches["lerobot_atomic_checkpoint"]["on_finished"] = checkpoint_finished
     patches["lerobot_dataset_factory"] = {"build": build_dataset}
-    patches["lerobot_dataset_metadata"] = {"joins": joins_of(cfg.dataset)}
+    patches[METADATA_PATCH] = {"joins": joins_of(cfg.dataset)}
     patches["lerobot_worker_preprocessing"] = {"build": build_processors}
     started_from = cfg.policy.get("pretrained_path")
     if started_from is not None and quantizer_of(Path(started_from)) is not None:

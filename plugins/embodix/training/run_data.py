@@ -27,6 +27,7 @@ from embodix.checks.guard import require_readable_metadata
 from embodix.contracts import ShortenedTask
 from embodix.data.column_reads import read_columns
 from embodix.data.embodiments import MemberPostprocessor, ProcessorCall, ProcessorPair, member_config, save_embodiments
+from embodix.data.joined_columns import JOIN, decode_join
 from embodix.data.mixture_dataset import BuildDataset, MixtureDataset, build_mixture, camera_table, describe_cameras
 from embodix.data.mixture_spec import MixtureSpec, decode_mixture, is_mixture, require_local_members
 from embodix.data.order import SampleOrder, ShuffledOrder, WindowShuffledOrder, files_of_samples
@@ -302,7 +303,7 @@ def require_trainable_dataset(host_cfg: TrainPipelineConfig, dataset_node: Mappi
     Raises:
         ValueError: no dataset at an explicit root, no task strings, damaged metadata, episodes that it does not have,
             cameras that the policy and the dataset name differently (both lists are printed), or a stream that upstream
-            would not read whole.
+            would not read whole, or not joined.
     """
     if is_mixture(dataset_node):
         members = decode_mixture(dataset_node)
@@ -312,7 +313,7 @@ def require_trainable_dataset(host_cfg: TrainPipelineConfig, dataset_node: Mappi
                 require_readable_metadata(Path(member.root), member.episodes)
         return
     if host_cfg.dataset.streaming:
-        require_streamable(host_cfg)
+        require_streamable(host_cfg, decode_join(f"dataset.{JOIN}", dataset_node.get(JOIN)))
     root = local_folder(vars(host_cfg.dataset))
     if root is None:
         return
