@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from embodix_pi05.testing import SMALL_ARCHITECTURE
 
 CAMERAS = ("observation.images.front", "observation.images.gripper")
 STATE = {"q01": [-1.0, 0.0], "q10": [-0.5, 0.1], "q50": [0.0, 0.5], "q90": [0.5, 0.9], "q99": [1.0, 1.0]}
+VIDEO_COLUMNS = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
 
 
 @pytest.fixture
@@ -42,21 +44,41 @@ def write_metadata(tmp_path) -> Callable[..., Path]:
             ]
             table = pandas.DataFrame(rows, columns=["episode_index", "camera_is_pad"])
             table.to_parquet(root / "data" / "chunk-000" / "file-000.parquet")
-        (root / "meta" / "info.json").write_text(json.dumps({"features": features}))
+        (root / "meta" / "info.json").write_text(json.dumps(_info(features, episodes)))
         (root / "meta" / "stats.json").write_text(json.dumps({"observation.state": STATE}))
         tasks = list(dict.fromkeys(task for _, task in episodes))
         pandas.DataFrame({"task_index": range(len(tasks))}, index=tasks).to_parquet(root / "meta" / "tasks.parquet")
+        ends = list(itertools.accumulate((length for length, _ in episodes), initial=0))
         table = pandas.DataFrame(
             {
                 "episode_index": range(len(episodes)),
                 "length": [length for length, _ in episodes],
                 "tasks": [[task] for _, task in episodes],
+                "dataset_from_index": ends[:-1],
+                "dataset_to_index": ends[1:],
+                "data/chunk_index": [0] * len(episodes),
+                "data/file_index": [0] * len(episodes),
+                **{f"videos/{camera}/{name}": [0] * len(episodes) for camera in CAMERAS for name in VIDEO_COLUMNS},
             }
         )
         table.to_parquet(root / "meta" / "episodes" / "chunk-000" / "file-000.parquet")
         return root
 
     return write
+
+
+def _info(features: dict[str, Any], episodes: list[tuple[int, str]]) -> dict[str, Any]:
+    """What ``meta/info.json`` has of a data set of videos."""
+    return {
+        "codebase_version": "v3.0",
+        "fps": 10,
+        "features": features,
+        "total_episodes": len(episodes),
+        "total_frames": sum(length for length, _ in episodes),
+        "total_tasks": len({task for _, task in episodes}),
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    }
 
 
 def config_of(root: Path, **changes: Any) -> dict[str, Any]:
@@ -163,7 +185,7 @@ def test_only_the_chosen_episodes_count(write_metadata):
     config = config_of(root, dataset={"repo_id": "me/robot", "root": str(root), "episodes": [1]})
     assert RunCosts(config).workload.keys() and sum(RunCosts(config).workload.values()) == pytest.approx(70)
     config["dataset"]["episodes"] = [1, 7]
-    with pytest.raises(ValueError, match=r"must lie in 0\.\.1; got 7"):
+    with pytest.raises(ValueError, match=r"7 does not exist; it has 2 episodes, 0 to 1"):
         RunCosts(config)
 
 
@@ -272,7 +294,7 @@ def test_what_is_missing_is_named(tmp_path, write_metadata):
         RunCosts(config_of(tmp_path / "absent"))
     root = write_metadata([(30, "Reach")])
     (root / "meta" / "tasks.parquet").unlink()
-    with pytest.raises(ValueError, match=r"no meta/tasks\.parquet"):
+    with pytest.raises(ValueError, match=r"meta/tasks\.parquet: is missing"):
         RunCosts(config_of(root))
 
 
