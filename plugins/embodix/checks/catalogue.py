@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from embodix.checks.findings import Finding, Place, Severity
+from embodix.checks.findings import Finding, Location, Severity
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def found(
     key: str,
     figure: str,
     remedy: str,
-    place: Place | None = None,
+    place: Location | None = None,
     severity: Severity | None = None,
 ) -> Finding:
     """A finding of a kind, with the kind's severity unless another is given."""
-    return Finding(kind, severity or KINDS[kind].severity, key, figure, remedy, place or Place())
+    return Finding(kind, severity or KINDS[kind].severity, key, figure, remedy, place or Location())

@@ -14,7 +14,7 @@ import numpy as np
 
 from embodix.checks.column_reading import QUANTILES, Column, TableRows
 from embodix.checks.dataset_tables import statistic
-from embodix.checks.findings import Place
+from embodix.checks.findings import Location
 
 NUM_NAMED = 5  # episodes that are named of many
 
@@ -39,7 +39,7 @@ class ColumnFigures:
     num_rows: int
     num_null: int = 0
     num_not_finite: list[int] = field(default_factory=list)
-    first_not_finite: Place | None = None
+    first_not_finite: Location | None = None
     minimum: list[float] = field(default_factory=list)
     maximum: list[float] = field(default_factory=list)
     mean: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class ColumnFigures:
     def of_fields(cls, fields: Mapping[str, Any]) -> ColumnFigures:
         """From the plain values of ``as_fields``."""
         first = fields["first_not_finite"]
-        return cls(**{**fields, "first_not_finite": Place(**first) if first else None})
+        return cls(**{**fields, "first_not_finite": Location(**first) if first else None})
 
 
 def measure(column: Column, rows: TableRows, recorded: Mapping[str, Any]) -> ColumnFigures:
@@ -115,7 +115,7 @@ def _dimension(
     return {name: float(value) for name, value in figures.items()}
 
 
-def _first(finite_ND: np.ndarray | None, rows: TableRows) -> Place | None:
+def _first(finite_ND: np.ndarray | None, rows: TableRows) -> Location | None:
     if finite_ND is None:
         return None
     row, dimension = np.argwhere(~finite_ND)[0]

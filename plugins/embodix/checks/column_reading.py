@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from embodix.checks.catalogue import found
 from embodix.checks.dataset_tables import READ_ERRORS, REPAIR, DatasetTables, first_line
-from embodix.checks.findings import Finding, Place, relative_to
+from embodix.checks.findings import Finding, Location, relative_to
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 
@@ -42,9 +42,9 @@ class TableRows:
     ends_R: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     file_starts: list[int] = field(default_factory=list)
 
-    def place(self, row: int, dimension: int | None = None) -> Place:
+    def place(self, row: int, dimension: int | None = None) -> Location:
         """Of a used row."""
-        return Place(int(self.episode_N[row]), int(self.frame_N[row]), dimension)
+        return Location(int(self.episode_N[row]), int(self.frame_N[row]), dimension)
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ def open_files(tables: DatasetTables) -> Iterator[Finding | Path]:
             )
 
 
-def _place_of(tables: DatasetTables, file: Path, name: str) -> Place:
+def _place_of(tables: DatasetTables, file: Path, name: str) -> Location:
     """With the first episode that the file holds."""
     owners = [row for row in tables.rows_of_episodes if tables.data_file_of(row) == file]
     episode = int(tables.episodes["episode_index"][owners[0]]) if owners else None
-    return Place(episode=episode, file=name)
+    return Location(episode=episode, file=name)
 
 
 def read_column(files: list[Path], key: str, used: np.ndarray | None = None) -> Column:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodix.checks.catalogue import found
-from embodix.checks.findings import Finding, Place, relative_to
+from embodix.checks.findings import Finding, Location, relative_to
 
 INFO, STATS, TASKS, EPISODES = "meta/info.json", "meta/stats.json", "meta/tasks.parquet", "meta/episodes"
 REPAIR = "Convert or record the data set again, or take an undamaged copy."
@@ -176,7 +176,7 @@ def _read_tasks(tables: DatasetTables) -> Iterator[Finding]:
     try:
         table = pq.read_table(path).to_pandas()
     except READ_ERRORS as error:
-        yield found("file_unreadable", TASKS, f"can't be read: {first_line(error)}", REPAIR, Place(file=TASKS))
+        yield found("file_unreadable", TASKS, f"can't be read: {first_line(error)}", REPAIR, Location(file=TASKS))
         return
     if "task_index" not in table:
         yield found("tasks_missing", TASKS, f"has no column task_index, but {list(table)}", REPAIR)
@@ -202,7 +202,7 @@ def _read_episodes(tables: DatasetTables) -> Iterator[Finding]:
             names = [name for name in pq.read_schema(file).names if not name.startswith("stats/")]
             parts.append(pq.read_table(file, columns=names))
         except READ_ERRORS as error:
-            place = Place(file=relative_to(tables.root, file))
+            place = Location(file=relative_to(tables.root, file))
             yield found("file_unreadable", EPISODES, f"can't be read: {first_line(error)}", REPAIR, place)
     if len(parts) < len(files):
         return
@@ -252,7 +252,7 @@ def _json_object(root: Path, name: str) -> tuple[dict[str, Any], Finding | None]
     try:
         content = json.loads(path.read_text())
     except (ValueError, OSError) as error:
-        return {}, found("info_unreadable", name, f"is no JSON: {first_line(error)}", REPAIR, Place(file=name))
+        return {}, found("info_unreadable", name, f"is no JSON: {first_line(error)}", REPAIR, Location(file=name))
     if not isinstance(content, dict):
         return {}, found("info_unreadable", name, f"holds a {type(content).__name__}, no object", REPAIR)
     return content, None

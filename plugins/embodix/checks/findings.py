@@ -14,7 +14,7 @@ Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where it is; None for what does not apply.
 
     Attributes:
@@ -52,7 +52,7 @@ class Finding:
     key: str
     figure: str
     remedy: str
-    place: Place = field(default_factory=Place)
+    place: Location = field(default_factory=Location)
     dataset: str = ""
 
     @property
@@ -155,4 +155,4 @@ def finding_fields(finding: Finding) -> dict[str, Any]:
 
 def finding_of(fields: dict[str, Any]) -> Finding:
     """From the plain values of ``finding_fields``."""
-    return Finding(**{**fields, "place": Place(**fields["place"])})
+    return Finding(**{**fields, "place": Location(**fields["place"])})

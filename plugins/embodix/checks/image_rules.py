@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from embodix.checks.catalogue import found
 from embodix.checks.column_reading import TableRows
 from embodix.checks.dataset_tables import READ_ERRORS, REPAIR, DatasetTables, first_line
-from embodix.checks.findings import Finding, Place, Severity, relative_to
+from embodix.checks.findings import Finding, Location, Severity, relative_to
 from embodix.checks.video_rules import decode_frames
 from embodix.data.preprocessing import CAMERA_PAD_KEY
 
@@ -86,7 +86,7 @@ def _frames_of(
     number = int(rows.episode_N[first])
     row = tables.episodes["episode_index"].index(number) if number in tables.episodes["episode_index"] else None
     if row is None:
-        return found("image_unreadable", camera, "the episode is in no table", REPAIR, Place(episode=number))
+        return found("image_unreadable", camera, "the episode is in no table", REPAIR, Location(episode=number))
     if storage == "video":
         return decode_frames(tables, row, camera, [float(rows.frame_N[frame]) / tables.fps for frame in picked])
     return _stored_images(
@@ -105,17 +105,17 @@ def _stored_images(
         filters = [(name, *test) for name, test in zip(("episode_index", "frame_index"), wanted, strict=True)]
         stored = pq.read_table(file, columns=[camera], filters=filters).column(camera).to_pylist()
     except (*READ_ERRORS, ValueError, KeyError) as error:
-        place = Place(episode=episode, file=relative_to(tables.root, file))
+        place = Location(episode=episode, file=relative_to(tables.root, file))
         return found("image_unreadable", camera, f"can't be read: {first_line(error)}", REPAIR, place)
     decoded = []
     for frame, image in zip(frames, stored, strict=False):
-        place = Place(episode=episode, frame=frame, file=relative_to(tables.root, file))
+        place = Location(episode=episode, frame=frame, file=relative_to(tables.root, file))
         try:
             decoded.append(np.asarray(Image.open(_source(tables, image)).convert("RGB")))
         except (OSError, ValueError, TypeError, SyntaxError) as error:
             return found("image_unreadable", camera, f"can't be decoded: {first_line(error)}", REPAIR, place)
     if not decoded:
-        return found("image_unreadable", camera, "has no images", REPAIR, Place(episode=episode))
+        return found("image_unreadable", camera, "has no images", REPAIR, Location(episode=episode))
     return decoded
 
 
@@ -154,6 +154,6 @@ def _seen_findings(camera: str, seen: Seen) -> Iterator[Finding]:
             f"is {words} in {len(episodes)} of the {len(seen.episodes)} episodes looked at: "
             f"{', '.join(map(str, episodes[:5]))}",
             LOOK,
-            Place(episode=episodes[0]),
+            Location(episode=episodes[0]),
             severity="error" if whole else "warning",
         )

@@ -15,7 +15,7 @@ import numpy as np
 from embodix.checks.catalogue import found
 from embodix.checks.column_figures import ColumnFigures
 from embodix.checks.dataset_tables import STATS, statistic
-from embodix.checks.findings import Finding, Place
+from embodix.checks.findings import Finding, Location
 from embodix.checks.run_needs import RunNeeds
 
 EXACT = "Use exact ones: dataset.statistics=exact."
@@ -104,7 +104,7 @@ def _broken(key: str, mode: str, stats: Mapping[str, Any], figures: ColumnFigure
             key,
             f"{names[0]} is {first[bad[0]]}, {names[1]} {second[bad[0]]}",
             EXACT,
-            Place(dimension=int(bad[0])),
+            Location(dimension=int(bad[0])),
         )
         return
     turned = np.flatnonzero(second < 0 if mode == "MEAN_STD" else second < first)
@@ -115,7 +115,7 @@ def _broken(key: str, mode: str, stats: Mapping[str, Any], figures: ColumnFigure
             key,
             f"{names[0]} is {first[d]:.4g}, {names[1]} {second[d]:.4g}",
             EXACT,
-            Place(dimension=d),
+            Location(dimension=d),
         )
 
 
@@ -125,7 +125,7 @@ def _fitting(
     others = _of_other_data(stats, figures) if whole else None
     if others is not None:
         dimension, what = others
-        yield found("statistics_of_other_data", key, what, EXACT, Place(dimension=dimension))
+        yield found("statistics_of_other_data", key, what, EXACT, Location(dimension=dimension))
         return
     outside = np.asarray(figures.outside)
     if mode == "QUANTILES" and len(outside) and outside.max() > MANY_OUTSIDE:
@@ -136,7 +136,7 @@ def _fitting(
             f"{100 * outside[d]:.0f} % of the values lie outside q01 to q99 (2 % should), "
             f"as where quantiles are means of those of episodes",
             EXACT,
-            Place(dimension=d),
+            Location(dimension=d),
         )
     ranges = normalised_range(mode, stats, figures, needs.bounded)
     if ranges is None:
@@ -152,7 +152,7 @@ def _fitting(
             f"{NAMES[mode][0]} is {low:.6g}, {NAMES[mode][1]} {high:.6g}, the data {figures.minimum[d]:.6g} to "
             f"{figures.maximum[d]:.6g}",
             EXACT,
-            Place(dimension=d),
+            Location(dimension=d),
         )
 
 

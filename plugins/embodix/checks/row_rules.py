@@ -23,7 +23,7 @@ from embodix.checks.dataset_tables import (
     DatasetTables,
     first_line,
 )
-from embodix.checks.findings import Finding, Place, Severity, relative_to
+from embodix.checks.findings import Finding, Location, Severity, relative_to
 
 RENUMBER = "Let lerobot-edit-dataset or the recorder write the data set anew; its tables disagree."
 
@@ -63,7 +63,7 @@ def _missing_files(tables: DatasetTables) -> Iterator[Finding]:
     for row in tables.rows_of_episodes:
         file = tables.data_file_of(row)
         if not file.is_file():
-            place = Place(episode=int(tables.episodes["episode_index"][row]), file=relative_to(tables.root, file))
+            place = Location(episode=int(tables.episodes["episode_index"][row]), file=relative_to(tables.root, file))
             yield found("file_missing", "data", "does not exist", REPAIR, place)
             return
 
@@ -92,7 +92,7 @@ def _episode_findings(tables: DatasetTables, rows: TableRows, index_N: np.ndarra
             f"the rows of an episode lie apart or two episodes share a number "
             f"({len(numbers)} runs, {len(np.unique(numbers))} numbers)",
             RENUMBER,
-            Place(episode=again),
+            Location(episode=again),
         )
         return
     yield from _length_findings(tables, rows)
@@ -133,11 +133,11 @@ def _length_findings(tables: DatasetTables, rows: TableRows) -> Iterator[Finding
         number, length, start, end = map(int, values)
         if number != row and not numbers:
             got = f"has episode {number} in row {row}"
-            numbers.append(found("episode_numbers", EPISODES, got, RENUMBER, Place(episode=number)))
+            numbers.append(found("episode_numbers", EPISODES, got, RENUMBER, Location(episode=number)))
         if row in used:
             if rows.used is None:
                 next_start = first_row.get(number, next_start)
-            num_rows, place = counts.pop(number, 0), Place(episode=number)
+            num_rows, place = counts.pop(number, 0), Location(episode=number)
             if length != num_rows:
                 got = f"says {length} frames, the table has {num_rows} rows"
                 lengths.append(found("length_differs", EPISODES, got, RENUMBER, place))
@@ -147,7 +147,7 @@ def _length_findings(tables: DatasetTables, rows: TableRows) -> Iterator[Finding
         next_start = end
     for number, num_rows in counts.items():
         got = f"has no such episode, the table has {num_rows} rows of it"
-        lengths.append(found("length_differs", EPISODES, got, RENUMBER, Place(episode=int(number))))
+        lengths.append(found("length_differs", EPISODES, got, RENUMBER, Location(episode=int(number))))
     yield from (*numbers, *lengths[:1], *bounds[:1])
 
 

@@ -11,7 +11,7 @@ from embodix.checks.catalogue import found
 from embodix.checks.column_figures import ColumnFigures
 from embodix.checks.column_reading import TableRows
 from embodix.checks.dataset_tables import TASKS_COLUMN, DatasetTables
-from embodix.checks.findings import Finding, Place
+from embodix.checks.findings import Finding, Location
 from embodix.checks.run_needs import RunNeeds
 
 LEAVE_OUT = "Leave these episodes out by dataset.episodes=[...], or record them again."
@@ -67,7 +67,7 @@ def episode_findings(
             key,
             f"never changes in {what}{named}",
             LEAVE_OUT,
-            Place(episode=own.still[0]),
+            Location(episode=own.still[0]),
             severity="error" if whole and kind == "action_constant" else "warning",
         )
     if needs.language:
@@ -85,7 +85,7 @@ def _short(rows: TableRows, needs: RunNeeds) -> Iterator[Finding]:
             f"{int(short.sum())} of {len(lengths)} are shorter than a chunk of "
             f"{needs.chunk} actions (shortest: {int(lengths.min())} frames)",
             "Train with action_pad=mask, a smaller policy.chunk_size, or leave them out by dataset.episodes.",
-            Place(episode=first),
+            Location(episode=first),
         )
 
 
@@ -98,7 +98,7 @@ def _instructions(tables: DatasetTables, needs: RunNeeds) -> Iterator[Finding]:
             "task",
             f"is empty in {len(empty)} of {len(told)} episodes",
             "Write what is to be done into meta/tasks.parquet, or record again with a `task` in every frame.",
-            Place(episode=int(tables.episodes["episode_index"][empty[0]])),
+            Location(episode=int(tables.episodes["episode_index"][empty[0]])),
             severity="error" if len(empty) == len(told) else "warning",
         )
     if needs.prompt_length is None or needs.max_prompt is None:

@@ -11,7 +11,7 @@ import numpy as np
 from embodix.checks.catalogue import found
 from embodix.checks.column_reading import TableRows
 from embodix.checks.dataset_tables import REPAIR, DatasetTables, first_line
-from embodix.checks.findings import Finding, Place, relative_to
+from embodix.checks.findings import Finding, Location, relative_to
 
 EXACT_BYTES = 2**30  # of all videos together, up to which every packet is read; above, only the files' headers
 
@@ -45,12 +45,12 @@ def _file_findings(
     name = relative_to(tables.root, file)
     numbers = [int(tables.episodes["episode_index"][row]) for row in episodes]
     if not file.is_file():
-        yield found("file_missing", camera, "does not exist", REPAIR, Place(episode=numbers[0], file=name))
+        yield found("file_missing", camera, "does not exist", REPAIR, Location(episode=numbers[0], file=name))
         return
     times = _presentation_times(file) if exact else _header_times(file)
     if isinstance(times, str):
         yield found(
-            "video_unreadable", camera, f"can't be opened: {times}", REPAIR, Place(episode=numbers[0], file=name)
+            "video_unreadable", camera, f"can't be opened: {times}", REPAIR, Location(episode=numbers[0], file=name)
         )
         return
     for row, number in zip(episodes, numbers, strict=True):
@@ -68,7 +68,7 @@ def _file_findings(
                 f"has no frame for {len(missing)} of {len(wanted)} rows, the first at "
                 f"{wanted[frame]:.3f} s; it has {len(times)} frames",
                 REPAIR,
-                Place(episode=number, frame=frame, file=name),
+                Location(episode=number, frame=frame, file=name),
             )
             return
 
@@ -136,9 +136,9 @@ def decode_frames(tables: DatasetTables, row: int, camera: str, seconds: Sequenc
                 if frame is not None:
                     frames.append(frame.to_ndarray(format="rgb24"))
     except (av.FFmpegError, OSError, IndexError, ValueError) as error:
-        place = Place(episode=number, file=relative_to(tables.root, file))
+        place = Location(episode=number, file=relative_to(tables.root, file))
         return found("video_unreadable", camera, f"can't be decoded: {first_line(error)}", REPAIR, place)
     if not frames:
-        place = Place(episode=number, file=relative_to(tables.root, file))
+        place = Location(episode=number, file=relative_to(tables.root, file))
         return found("video_unreadable", camera, "no frame of the episode can be decoded", REPAIR, place)
     return frames
