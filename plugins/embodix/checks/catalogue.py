@@ -39,11 +39,11 @@ KINDS: dict[str, Kind] = {
     "tasks_missing": Kind("meta/tasks.parquet holds the instructions", "asks the hub"),
     "tasks_order": Kind(
         "instructions are the index of the table of tasks, in the order of task_index",
-        "gives another task's instruction, or a number: silent",
+        "another task's instruction: silent, or AttributeError",
     ),
     "episode_numbers": Kind(
         "episodes are numbered from 0 by their place in the table",
-        "IndexError, or actions of another episode: silent",
+        "asks the hub, or actions of another episode: silent",
     ),
     "episodes_missing": Kind("meta/episodes holds a row an episode", "asks the hub"),
     "file_unreadable": Kind(
