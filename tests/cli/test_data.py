@@ -97,7 +97,7 @@ def _without_statistics(root: Path) -> None:
 
 
 def _under_another_name(root: Path) -> None:
-    for path in (*root.rglob("*.json"), *root.rglob("*.parquet")):
+    for path in (*root.rglob("*.json"), *(root / "data").rglob("*.parquet")):
         if path.suffix == ".json":
             path.write_text(path.read_text().replace('"action"', '"action.arm"'))
             continue

@@ -40,7 +40,7 @@ def test_files_with_fewer_frames_than_they_say_end_the_run(videos: Path, run_of:
     (data,) = (short / "data").rglob("*.parquet")
     pq.write_table(pq.read_table(data).slice(0, 17), data)
     with pytest.raises(IncompleteStreamError, match=r"gave 17 of 24 frames that meta/info.json names"):
-        train_here(run_of(short, *STREAMED, "train.steps=12"))
+        train_here(run_of(short, *STREAMED, "train.steps=12", "check=off"))
 
 
 def test_a_frame_that_cannot_be_read_is_named(videos: Path, run_of: Overrides, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_frame_that_cannot_be_read_is_named(videos: Path, run_of: Overrides, t
     with pytest.raises(
         IncompleteStreamError, match=r"Frame \d+ of episode 1 \(videos/.*file-000.mp4 of .*/cut\) cannot"
     ):
-        train_here(run_of(cut, *STREAMED, "train.steps=12"))
+        train_here(run_of(cut, *STREAMED, "train.steps=12", "check=off"))
 
 
 @pytest.mark.parametrize(

@@ -59,16 +59,16 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], Any], argv: lis
         register_schemas(config_name)
         require_readable(words, knows_options=not adds_search_path(argv))
         hydra.main(version_base="1.3", config_path=CONFIG_PACKAGE, config_name=config_name)(_closed(task))()
-    except OSError as error:
-        if wants_traceback or (error.errno not in CANNOT_BE_WRITTEN and not isinstance(error, WRONG_PATHS)):
-            raise
-        print(f"error: {error} {CANNOT_BE_WRITTEN.get(error.errno or 0, '')}".rstrip(), file=sys.stderr)
-        return 1
     except (*USER_MISTAKES, ValueError, PatchError, RunStoppedError) as error:
         if wants_traceback:
             raise
         print(f"error: {explain(error, config_name, words)}", file=sys.stderr)
         print("(HYDRA_FULL_ERROR=1 shows the traceback)", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if wants_traceback or (error.errno not in CANNOT_BE_WRITTEN and not isinstance(error, WRONG_PATHS)):
+            raise
+        print(f"error: {error} {CANNOT_BE_WRITTEN.get(error.errno or 0, '')}".rstrip(), file=sys.stderr)
         return 1
     finally:
         os.environ[FULL_ERROR] = "1" if wants_traceback else "0"
