@@ -57,14 +57,16 @@ OPTIONS = {
     "lerobot_pi05_sizes": small("embodix_pi05", "pi05_small"),
     "lerobot_groot_sizes": small("embodix_groot", "groot_n15_small"),
     "lerobot_quantized_checkpoint": {"policy_type": "groot"},
+    "lerobot_peft_alpha": {"lora_alpha": 16},
 }
 
 def symbols(target):
-    # "package: module.symbol, other.Class.method", "package.module.symbol, other_symbol" or "package.module.symbol"
+    # "package: module.symbol, other.Class.method", "package.module.symbol, other_symbol", two whole names or one
     base, colon, listed = target.rpartition(": ")
     first, *others = [part.strip() for part in listed.split(",")]
     base = base or first.rpartition(".")[0]
-    names = [f"{base}.{first}" if colon else first, *(f"{base}.{other}" for other in others)]
+    whole = [other if other.startswith("lerobot.") else f"{base}.{other}" for other in others]
+    names = [f"{base}.{first}" if colon else first, *whole]
     for name in names:
         parts = name.split(".")
         for cut in range(len(parts) - 1, 0, -1):
