@@ -41,7 +41,7 @@ def test_images_are_turned_upright_and_the_state_is_position_rotation_and_finger
         ({"rendering": "cheap"}, "upstream"),
         ({"storage": "film"}, "image"),
         ({"episodes_per_task": 0}, "at least 1"),
-        ({"noise": -0.1}, "negative"),
+        ({"noise": -0.1}, "at least 0"),
     ],
 )
 def test_wrong_settings_name_the_right_ones(wrong, message):
