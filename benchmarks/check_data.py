@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -31,7 +32,7 @@ READ = """
 import json, resource, sys, time
 from pathlib import Path
 from embodix.checks.dataset_reading import read_dataset
-from embodix.training.session import peak_resident_bytes
+from embodix.training.memory import peak_resident_bytes
 before, started = peak_resident_bytes(), time.process_time()
 reading = read_dataset(Path(sys.argv[1]))
 spent = time.process_time() - started
@@ -75,7 +76,7 @@ def write_frames(root: Path, num_frames: int, dimensions: int, episode_length: i
         "data/file_index": episode * episode_length // FRAMES_A_FILE,
     }
     pq.write_table(pa.table(episodes), root / "meta/episodes/chunk-000/file-000.parquet")
-    pq.write_table(pa.table({"task_index": [0], "task": ["wave"]}), root / "meta/tasks.parquet")
+    pandas.DataFrame({"task_index": [0]}, index=["wave"]).to_parquet(root / "meta/tasks.parquet")
     scalar = {"dtype": "int64", "shape": [1], "names": None}
     features = {key: {"dtype": "float32", "shape": [dimensions], "names": None} for key in values}
     features |= dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), scalar)
