@@ -20,10 +20,15 @@ def dataset(tmp_path):
     root = tmp_path / "dataset"
     (root / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
     features = {f"observation.images.{name}": {"dtype": "image", "shape": [56, 56, 3]} for name in ("front", "gripper")}
-    (root / "meta" / "info.json").write_text(json.dumps({"features": features}))
+    totals = {"total_episodes": 3, "total_frames": 200, "total_tasks": 2}
+    path = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+    info = {"codebase_version": "v3.0", "fps": 10, "features": features, "data_path": path, **totals}
+    (root / "meta" / "info.json").write_text(json.dumps(info))
     tasks = ["Reach", "Open the door of the cabinet"]
     pandas.DataFrame({"task_index": [0, 1]}, index=tasks).to_parquet(root / "meta" / "tasks.parquet")
     table = {"episode_index": [0, 1, 2], "length": [60, 60, 80], "tasks": [[tasks[0]], [tasks[0]], [tasks[1]]]}
+    table |= {"dataset_from_index": [0, 60, 120], "dataset_to_index": [60, 120, 200]}
+    table |= {"data/chunk_index": [0, 0, 0], "data/file_index": [0, 0, 0]}
     pandas.DataFrame(table).to_parquet(root / "meta" / "episodes" / "chunk-000" / "file-000.parquet")
     return root
 
