@@ -86,11 +86,25 @@ def test_a_narrow_console_cuts_no_digits_and_a_cut_prompt_says_so(width):
 
     count = MemoryCount(parameters=8.06e9, gradients=8.06e9, optimizer=16.1e9, activations=31.7e9)
     variants = [
-        VariantPlan(name, Computation(), 1258.0, 3.0, 0.281, 289e12, 486e12, 12.34, 12.34, 11.79, count)
+        VariantPlan(name, Computation(), 1258.0, 3.0, 0.281, 289e12, 486e12, 12.34, 12.34, 11.79, count, 80)
         for name in ("upstream", "vision_tokens=valid", "packing=padding_free")
     ]
     prompts = [TaskPrompt("Open the door", 1234567, 180, 200, 60, 0.5), TaskPrompt("Reach", 50, 20, 20)]
-    facts = ("a policy", "the real one", "data", 3, 200, ["a"], ["b"], 10**9, 8, "float32", False, {"plugin": None})
+    facts = (
+        "a policy",
+        "the real one",
+        "data",
+        3,
+        200,
+        ["a"],
+        ["b"],
+        10**9,
+        10**9,
+        8,
+        "float32",
+        False,
+        {"plugin": None},
+    )
     plan = TrainingPlan(*facts, {"images": 1258.0}, 0.1, prompts, "Counted.", 0.1, variants, "upstream", [])
     printed = io.StringIO()
     print_plan(plan, Console(width=width, file=printed))
