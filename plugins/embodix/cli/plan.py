@@ -80,8 +80,9 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
     if plan.tokens:
         _print_whole(_token_table(plan), console)
     _print_whole(_prompt_table(plan), console)
-    for sentence in (*_too_long(plan), plan.prompt_source + "\n"):
-        console.print(sentence, highlight=False, soft_wrap=True)
+    for sentence in _too_long(plan):
+        console.print(sentence, highlight=False)
+    console.print(plan.prompt_source + "\n", highlight=False, soft_wrap=True)
     _print_whole(_variant_table(plan), console)
     console.print(
         "Bounds are ratios of operations against upstream, forward and backward; forward alone: "
