@@ -31,7 +31,6 @@ class TableRows:
         used: ``[N]`` of all rows, whether they belong to a used episode; None for all.
         episode_N, frame_N: of the used rows.
         starts_R, ends_R: bounds of the runs of rows of one episode.
-        file_starts: first row (of all rows) of each file.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -40,7 +39,6 @@ class TableRows:
     frame_N: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     starts_R: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     ends_R: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    file_starts: list[int] = field(default_factory=list)
 
     def place(self, row: int, dimension: int | None = None) -> Location:
         """Of a used row."""
@@ -106,12 +104,12 @@ def _vectors(chunk: Any) -> tuple[np.ndarray, int, str]:
     if isinstance(chunk, pa.ExtensionArray):
         chunk = chunk.storage
     nulls = chunk.null_count
-    num_rows = len(chunk) - nulls
+    num_rows = len(chunk) - (nulls if pa.types.is_nested(chunk.type) else 0)  # flattening leaves such rows out
     while pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type) or pa.types.is_fixed_size_list(chunk.type):
         widths = _widths(chunk)
         if len(widths) > 1:
             raise ValueError(f"has rows of {' and '.join(map(str, sorted(widths)[:3]))} values")
-        chunk = chunk.flatten()  # leaves rows without a value out
+        chunk = chunk.flatten()
         nulls += chunk.null_count
     if not _is_number(chunk.type):
         raise ValueError(f"holds {chunk.type}, no numbers")

@@ -42,11 +42,16 @@ def read_rows(tables: DatasetTables) -> tuple[TableRows, list[Finding]]:
         findings += [] if findings else [found("file_missing", "data", "holds no Parquet file", REPAIR)]
         return rows, findings
     try:
-        numbers = {key: read_column(files, key).values_ND[:, 0] for key in ("episode_index", "frame_index", "index")}
+        columns = {key: read_column(files, key) for key in ("episode_index", "frame_index", "index")}
     except (*READ_ERRORS, ValueError, KeyError) as error:
         findings.append(found("column_missing", "episode_index", f"can't be read: {first_line(error)}", REPAIR))
         rows.files = []
         return rows, findings
+    if missing := [key for key, column in columns.items() if column.num_null]:
+        findings += [found("null_values", key, "has rows without a value", REPAIR) for key in missing]
+        rows.files = []
+        return rows, findings
+    numbers = {key: column.values_ND[:, 0] for key, column in columns.items()}
     findings += _total_findings(tables, numbers["episode_index"])
     if tables.selected is not None:
         rows.used = np.isin(numbers["episode_index"], np.asarray(list(tables.selected)))
@@ -187,11 +192,12 @@ def _time_findings(tables: DatasetTables, rows: TableRows) -> Iterator[Finding]:
 
 def _scalar_column(tables: DatasetTables, rows: TableRows, key: str) -> np.ndarray | Finding:
     try:
-        values: np.ndarray = read_column(rows.files, key, rows.used).values_ND[:, 0]
+        column = read_column(rows.files, key, rows.used)
     except (*READ_ERRORS, ValueError, KeyError) as error:
         return found("column_missing", key, f"can't be read: {first_line(error)}", REPAIR)
-    if len(values) != len(rows.episode_N):
+    if column.num_null:
         return found("null_values", key, "has rows without a value", REPAIR)
+    values: np.ndarray = column.values_ND[:, 0]
     return values
 
 

@@ -301,6 +301,8 @@ PLANTED: list[tuple[str, Plant, str, RunNeeds]] = [
     ("not_finite", lambda d: d.values(STATE, 30, 2, float("nan")), "episode 1, frame 6, dimension 2", QUANTILES),
     ("not_finite", lambda d: d.values(ACTION, 70, 0, float("inf")), "episode 2, frame 22, dimension 0", QUANTILES),
     ("null_values", column(STATE, 3, None), "missing", QUANTILES),
+    ("null_values", column("task_index", 3, None), "task_index: has rows without a value", QUANTILES),
+    ("null_values", column("frame_index", 3, None), "frame_index: has rows without a value", QUANTILES),
     ("episode_short", lambda d: None, "shorter than a chunk of 25", needs(chunk=25)),
     ("no_motion", every_row(STATE, lambda row, old: [0.5] * 4 if row < 24 else old), "1 of 3 episodes: 0", QUANTILES),
     ("action_constant", every_row(ACTION, lambda row, old: [row // 24] * 4), "every episode", QUANTILES),
