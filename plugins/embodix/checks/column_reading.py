@@ -45,6 +45,10 @@ class TableRows:
         return Location(int(self.episode_N[row]), int(self.frame_N[row]), dimension)
 
 
+class UnequalRowsError(ValueError):
+    """A column whose rows have different widths."""
+
+
 @dataclass(frozen=True)
 class Column:
     """Values of a key in the used rows.
@@ -85,7 +89,8 @@ def read_column(files: list[Path], key: str, used: np.ndarray | None = None) -> 
 
     Raises:
         OSError, pyarrow.ArrowException: a file is damaged or lacks the column.
-        ValueError: rows of unequal width, or no numbers.
+        UnequalRowsError: rows of unequal width.
+        ValueError: no numbers.
     """
     parts, num_null, dtype = [], 0, ""
     for file in files:
@@ -108,7 +113,7 @@ def _vectors(chunk: Any) -> tuple[np.ndarray, int, str]:
     while pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type) or pa.types.is_fixed_size_list(chunk.type):
         widths = _widths(chunk)
         if len(widths) > 1:
-            raise ValueError(f"has rows of {' and '.join(map(str, sorted(widths)[:3]))} values")
+            raise UnequalRowsError(f"has rows of {' and '.join(map(str, sorted(widths)[:3]))} values")
         chunk = chunk.flatten()
         nulls += chunk.null_count
     if not _is_number(chunk.type):

@@ -175,19 +175,14 @@ def check_dataset(name: str, reading: DatasetReading, needs: RunNeeds) -> CheckR
 
 
 def _key_findings(reading: DatasetReading, needs: RunNeeds) -> Iterator[Finding]:
-    """Of each numeric column: what can't be read, values, statistics."""
+    """Of each numeric column that could be read: values, statistics."""
     tables = reading.tables
-    for key, reason in reading.unreadable.items():
-        kind = "shape_differs" if "values" in reason else "column_missing"
-        yield found(kind, key, f"can't be read: {reason}", "Record again, or correct the feature in meta/info.json.")
     whole = tables.selected is None
     for key, figures in reading.figures.items():
         yield from value_findings(key, math.prod(tables.features[key]["shape"]), figures, _is_needed(key, needs))
         wanted = needs.rename_map.get(key, key)
         if wanted in (OBS_STATE, ACTION) and wanted not in needs.relative and not figures.num_null:
-            yield from normalisation_findings(
-                wanted, {wanted: tables.stats[key]} if key in tables.stats else {}, figures, needs, whole
-            )
+            yield from normalisation_findings(wanted, tables.stats.get(key), figures, needs, whole)
 
 
 def _is_needed(key: str, needs: RunNeeds) -> bool:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 import embodix
+from embodix.checks.catalogue import found
 from embodix.checks.column_figures import ColumnFigures, measure
-from embodix.checks.column_reading import TableRows, read_column, side_by_side
+from embodix.checks.column_reading import TableRows, UnequalRowsError, read_column, side_by_side
 from embodix.checks.dataset_tables import READ_ERRORS, DatasetTables, first_line, read_tables
 from embodix.checks.findings import Finding, finding_fields, finding_of
 from embodix.checks.image_rules import chosen_runs, image_findings
@@ -28,14 +29,12 @@ from embodix.checks.row_rules import read_rows
 from embodix.checks.video_rules import video_findings
 from embodix.data.content import dataset_content
 from embodix.data.joined_columns import Join, complete_join, joined_features, joined_stats
+from embodix.report.manifest import write_text_atomically
 
-FORMAT = 2  # of what is kept; another one is read anew
-OF_THIS_MACHINE = (
-    "video_unreadable",
-    "image_unreadable",
-    "file_unreadable",
-    "file_missing",
-)  # may be mended beside the data
+FORMAT = 3  # of what is kept; another one is read anew
+# What may be mended beside the data, and so is not kept.
+OF_THIS_MACHINE = ("video_unreadable", "image_unreadable", "file_unreadable", "file_missing")
+CORRECT = "Record again, or correct the feature in meta/info.json."
 IMAGES = ("sample", "all", "none")
 CACHE = "EMBODIX_CACHE"
 
@@ -47,7 +46,6 @@ class DatasetReading:
     Attributes:
         tables: the metadata.
         figures: by key.
-        unreadable: keys whose column could not be read, with the reason.
         rows: numbers of the used rows; only their bounds are kept.
         findings: what is wrong for any policy.
         images: what of the images was looked at, in words.
@@ -56,7 +54,6 @@ class DatasetReading:
 
     tables: DatasetTables
     figures: dict[str, ColumnFigures] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
     rows: TableRows = field(default_factory=TableRows)
     findings: list[Finding] = field(default_factory=list)
     images: str = ""
@@ -107,7 +104,8 @@ def _read(tables: DatasetTables, images: str, join: Join) -> DatasetReading:
         try:
             parts = [read_column(reading.rows.files, part, reading.rows.used) for part in join.get(key, [key])]
         except (*READ_ERRORS, ValueError, KeyError) as error:
-            reading.unreadable[key] = first_line(error)
+            kind = "shape_differs" if isinstance(error, UnequalRowsError) else "column_missing"
+            reading.findings.append(found(kind, key, f"can't be read: {first_line(error)}", CORRECT))
             continue
         reading.figures[key] = measure(side_by_side(parts), reading.rows, tables.stats.get(key, {}))
     if images != "none" and tables.cameras:
@@ -137,17 +135,13 @@ def _keep(reading: DatasetReading, file: Path) -> None:
     rows = reading.rows
     content = {
         "figures": {key: figures.as_fields() for key, figures in reading.figures.items()},
-        "unreadable": reading.unreadable,
         "findings": [finding_fields(finding) for finding in reading.findings],
         "images": reading.images,
         "episodes": rows.episode_N[rows.starts_R].tolist(),
         "lengths": (rows.ends_R - rows.starts_R).tolist(),
     }
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(content))
-        beside.replace(file)
+        write_text_atomically(file, json.dumps(content))
     except OSError as error:
         logging.warning("The check of %s can't be kept in %s: %s", reading.tables.root, file.parent, first_line(error))
 
@@ -169,7 +163,6 @@ def _load(tables: DatasetTables, file: Path) -> DatasetReading | None:
     return DatasetReading(
         tables,
         figures={key: ColumnFigures.of_fields(fields) for key, fields in content["figures"].items()},
-        unreadable=content["unreadable"],
         rows=rows,
         findings=[finding_of(fields) for fields in content["findings"]],
         images=content["images"],

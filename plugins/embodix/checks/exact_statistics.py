@@ -59,10 +59,11 @@ def exact_statistics_of(
             f"dataset.statistics=exact reads all frames of {root}, which can't be read: "
             + "; ".join(finding.sentence for finding in reading.findings)
         )
-    unread = {key: reason for key, reason in reading.unreadable.items() if key in VECTORS}
-    unread |= {key: "values are missing" for key in VECTORS if key in reading.figures and reading.figures[key].num_null}
+    vectors = [key for key in VECTORS if key in reading.tables.features]
+    unread = [key for key in vectors if key not in reading.figures or reading.figures[key].num_null]
     if unread:
-        reasons = "; ".join(f"{key}: {reason}" for key, reason in unread.items())
+        own = [finding.sentence for finding in reading.findings if finding.key in unread]
+        reasons = "; ".join(own or [f"{key}: values are missing" for key in unread])
         raise ValueError(f"dataset.statistics=exact reads all states and actions of {root}, which it can't: {reasons}.")
     exact = {key: exact_statistics(figures) for key, figures in reading.figures.items() if figures.minimum}
     return {key: dict(values) for key, values in {**recorded, **exact}.items()}

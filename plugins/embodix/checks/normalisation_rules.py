@@ -59,25 +59,25 @@ def _affine(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def normalisation_findings(
-    key: str, stats: Mapping[str, Mapping[str, Any]], figures: ColumnFigures, needs: RunNeeds, whole: bool
+    key: str, stats: Mapping[str, Any] | None, figures: ColumnFigures, needs: RunNeeds, whole: bool
 ) -> Iterator[Finding]:
     """Of one key.
 
     Args:
-        stats: the data set's, by key.
+        stats: the data set's of the key, None for none.
         whole: whether the figures are of the whole data set, as the statistics are.
     """
     mode = needs.mode_of(key)
     if not mode or needs.statistics == "exact":
         return
-    if key not in stats:
+    if stats is None:
         yield found("statistics_missing", key, f"{STATS} has none; upstream would train it unnormalised", EXACT)
         return
-    broken = list(_broken(key, mode, stats[key], figures))
+    broken = list(_broken(key, mode, stats, figures))
     yield from broken
     if broken or not figures.minimum:
         return
-    yield from _fitting(key, mode, stats[key], figures, needs, whole)
+    yield from _fitting(key, mode, stats, figures, needs, whole)
 
 
 def _broken(key: str, mode: str, stats: Mapping[str, Any], figures: ColumnFigures) -> Iterator[Finding]:
