@@ -17,14 +17,9 @@ from embodix.checks.column_figures import ColumnFigures
 from embodix.checks.dataset_tables import STATS, statistic
 from embodix.checks.findings import Finding, Location
 from embodix.checks.run_needs import RunNeeds
+from embodix.data.statistics import NEEDED
 
 EXACT = "Use exact ones: dataset.statistics=exact."
-NAMES = {
-    "QUANTILES": ("q01", "q99"),
-    "QUANTILE10": ("q10", "q90"),
-    "MIN_MAX": ("min", "max"),
-    "MEAN_STD": ("mean", "std"),
-}
 EPSILON = 1e-8  # upstream's
 LARGE_RMS, LARGE_VALUE = 5.0, 1e3  # of normalised values, which are about 1 where the statistics fit
 MANY_OUTSIDE = 0.10  # share outside q01 to q99, which is 0.02 where they fit
@@ -36,7 +31,7 @@ def normalised_range(mode: str, stats: Mapping[str, Any], figures: ColumnFigures
 
     None where a statistic is missing or of another width.
     """
-    bounds = [statistic(stats, name) for name in NAMES[mode]]
+    bounds = [statistic(stats, name) for name in NEEDED[mode]]
     if any(values is None or len(values) != figures.width for values in bounds) or not figures.minimum:
         return None
     first, second = (np.asarray(values) for values in bounds)
@@ -81,7 +76,7 @@ def normalisation_findings(
 
 
 def _broken(key: str, mode: str, stats: Mapping[str, Any], figures: ColumnFigures) -> Iterator[Finding]:
-    names = NAMES[mode]
+    names = NEEDED[mode]
     lacking = [name for name in names if statistic(stats, name) is None]
     if lacking:
         yield found(
@@ -144,12 +139,12 @@ def _fitting(
     rms, largest = ranges.T
     if rms.max() > LARGE_RMS or largest.max() > LARGE_VALUE:
         d = int(rms.argmax() if rms.max() > LARGE_RMS else largest.argmax())
-        low, high = (float(np.asarray(statistic(stats, name))[d]) for name in NAMES[mode])
+        low, high = (float(np.asarray(statistic(stats, name))[d]) for name in NEEDED[mode])
         yield found(
             "normalised_large",
             key,
             f"normalised values reach {largest[d]:.3g} (root mean square {rms[d]:.3g}); "
-            f"{NAMES[mode][0]} is {low:.6g}, {NAMES[mode][1]} {high:.6g}, the data {figures.minimum[d]:.6g} to "
+            f"{NEEDED[mode][0]} is {low:.6g}, {NEEDED[mode][1]} {high:.6g}, the data {figures.minimum[d]:.6g} to "
             f"{figures.maximum[d]:.6g}",
             EXACT,
             Location(dimension=d),

@@ -10,11 +10,12 @@ import torch
 from lerobot.configs.types import FeatureType, NormalizationMode
 from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_STATE
 
-NEEDED = {
-    NormalizationMode.MEAN_STD: ("mean", "std"),
-    NormalizationMode.MIN_MAX: ("min", "max"),
-    NormalizationMode.QUANTILES: ("q01", "q99"),
-    NormalizationMode.QUANTILE10: ("q10", "q90"),
+# LeRobot's NormalizationMode -> the two statistics that it reads (lerobot/processor/normalize_processor.py).
+NEEDED: Mapping[str, tuple[str, str]] = {
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
 }
 READ = (OBS_STATE, OBS_ENV_STATE, ACTION)
 REMEDY = (
@@ -58,8 +59,8 @@ def _of_normalizer(step: Any, cameras: Collection[str]) -> Iterator[str]:
         is_camera = feature.type is FeatureType.VISUAL
         if (is_camera and key not in stats and key not in cameras) or not (is_camera or key in READ):
             continue
-        names = NEEDED.get(step.norm_map.get(feature.type, NormalizationMode.IDENTITY), ())
-        mode = step.norm_map[feature.type].value if names else ""
+        mode = step.norm_map.get(feature.type, NormalizationMode.IDENTITY).value
+        names = NEEDED.get(mode, ())
         yield from _missing(key, names, stats.get(key, {}), mode)
         for name in names:
             if name in stats.get(key, {}):
