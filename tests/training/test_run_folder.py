@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from embodix.launched_rank import is_first_rank
 from embodix.testing.host_runs import train_here
-from embodix.training.run_folder import is_first_rank, owned_folder
+from embodix.training.run_folder import owned_folder
 
 HOLDER = """
 import sys, time

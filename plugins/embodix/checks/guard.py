@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from lerobot.configs.train import TrainPipelineConfig
 from embodix.checks.dataset_check import check_data
 from embodix.checks.dataset_tables import DatasetTables, read_tables
 from embodix.checks.findings import CheckReport
+from embodix.launched_rank import is_first_rank
 
 MODES = ("error", "warn", "off")
 NAMED_ERRORS = 12  # in a message; the page has all
@@ -33,7 +33,7 @@ def require_sound_data(
         ValueError: data that can't be trained on under ``check=error``, or an unknown mode.
     """
     mode = check_mode(config)
-    if mode == "off" or int(os.environ.get("RANK", "0")) > 0:
+    if mode == "off" or not is_first_rank():
         return None
     report = check_data(host_cfg, config, str(config["check"]["images"]), may_be_absent)
     if not report.num_frames and not report.findings:

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from embodix.config.compose import CONFIG_MODULE, register_schemas
-from embodix.training.run_folder import is_first_rank
+from embodix.launched_rank import is_first_rank
 
 FOLDERS = ("run", "sweep")
 TIMEOUT = timedelta(minutes=5)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from embodix.cli.hydra_app import INTERRUPTED, run_hydra_app, write_hydra_record
 from embodix.cli.ranks import with_first_ranks_folder
-from embodix.training.run_folder import is_first_rank
+from embodix.launched_rank import is_first_rank
 
 
 def train_task(cfg: DictConfig) -> float:

@@ -93,7 +93,7 @@ class Checkpoint:
         require_whole(self.folder)
         state = self.folder / TRAINING_STATE_DIR
         try:
-            loader, stream = LoaderState.load(state), StreamState.load(state)
+            loader, stream = self.loader_state(), StreamState.load(state)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"The position in the data that {state} holds can't be read ({type(error).__name__}: {error}). Copy "

@@ -13,6 +13,7 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from lerobot.configs.train import TrainPipelineConfig
 
+from embodix.launched_rank import is_first_rank
 from embodix.training.features import FeatureSelection, composes_batches
 from embodix.training.identity import (
     ENDS_POSITION,
@@ -23,7 +24,6 @@ from embodix.training.identity import (
     run_identity,
 )
 from embodix.training.loader import LoaderState, StreamState
-from embodix.training.run_folder import is_first_rank
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,8 @@ class Continuity:
         Raises:
             ValueError: that is not known, and a new epoch is not accepted.
         """
-        if self._resumption is None:
-            return None
-        self._resumption.require_position(composed=False)
-        return self._resumption.loader
+        resumption = self._with_position(composed=False)
+        return None if resumption is None else resumption.loader
 
     def stream_position(self) -> StreamState | None:
         """Where composed batches go on.
@@ -148,7 +146,10 @@ class Continuity:
         Raises:
             ValueError: that is not known, and a new epoch is not accepted.
         """
-        if self._resumption is None:
-            return None
-        self._resumption.require_position(composed=True)
-        return self._resumption.stream
+        resumption = self._with_position(composed=True)
+        return None if resumption is None else resumption.stream
+
+    def _with_position(self, composed: bool) -> Resumption | None:
+        if self._resumption is not None:
+            self._resumption.require_position(composed=composed)
+        return self._resumption

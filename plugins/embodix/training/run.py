@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.checks.guard import require_sound_data
 from embodix.config.compose import compose_train, merge_overrides
+from embodix.launched_rank import is_first_rank
 from embodix.policies.support import support_of
 from embodix.report.evaluation import EvaluationRecord
 from embodix.report.run_page import write_run_page
@@ -36,7 +37,7 @@ from embodix.training.host_context import host_context
 from embodix.training.interruption import Interruption
 from embodix.training.resumption import Resumption
 from embodix.training.run_data import require_trainable_dataset
-from embodix.training.run_folder import is_first_rank, owned_folder
+from embodix.training.run_folder import owned_folder
 from embodix.training.schedule import RunSchedule, fresh_schedule, resumed_schedule
 from embodix.training.session import TrainingSession
 

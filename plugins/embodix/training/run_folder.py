@@ -21,13 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")  # those that accelerate reads
+from embodix.launched_rank import is_first_rank
+
 ORPHANS_S = 30.0  # a loader's workers hold the lock of a killed run until they notice that it is gone
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one of its run that writes; asked before there is an accelerator."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0) == 0
 
 
 @contextmanager
