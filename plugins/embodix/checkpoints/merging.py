@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 from lerobot.configs.train import TRAIN_CONFIG_NAME
 from lerobot.policies.factory import get_policy_class
 
-from embodix.checkpoints.finished_folder import finished_folder
+from embodix.checkpoints.finished_folder import copy_files, finished_folder
 from embodix.checkpoints.model_folder import ModelFolder
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
 from embodix.checkpoints.tensor_file import WEIGHTS_FILE
-from embodix.data.embodiments import EMBODIMENTS_DIR
 from embodix.policies.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from embodix.policies.quantizers import CONFIG_FILE
 from embodix.training.checkpoint import OVERRIDES_FILE
@@ -85,12 +83,7 @@ def _merged_policy(source: ModelFolder, base: str, tokenizer: str | None) -> tup
 
 def _copy_files(source: Path, folder: Path) -> None:
     """Everything of a model folder but its adapters: configs, processors, and the members of a mixture."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name not in LEFT_OUT:
-            shutil.copy2(path, folder / path.name)
-    if (source / EMBODIMENTS_DIR).is_dir():
-        shutil.copytree(source / EMBODIMENTS_DIR, folder / EMBODIMENTS_DIR, symlinks=True)
-    members = sorted((folder / EMBODIMENTS_DIR).glob("*/"))
+    members = copy_files(source, folder, LEFT_OUT)
     for member in members:
         for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
             (member / name).unlink()

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from embodix.checkpoints.finished_folder import copy_files
 from embodix.checkpoints.tensor_file import DIGESTS_FILE, INDEX_FILE, WEIGHTS_FILE
-from embodix.data.embodiments import EMBODIMENTS_DIR
 from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY
 from embodix.training.checkpoint import OVERRIDES_FILE
 
@@ -45,13 +44,7 @@ def copy_model_files(source: Path, folder: Path, quantization_config: Mapping[st
         quantization_config: put into every ``config.json``, so that plain LeRobot refuses the folder.
         overrides: of the run, the quantization included.
     """
-    weights = _weight_files(source)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.name not in weights:
-            shutil.copy2(path, folder / path.name)
-    if (source / EMBODIMENTS_DIR).is_dir():
-        shutil.copytree(source / EMBODIMENTS_DIR, folder / EMBODIMENTS_DIR, symlinks=True)
-    members = sorted((folder / EMBODIMENTS_DIR).glob("*/"))
+    members = copy_files(source, folder, _weight_files(source))
     for member in members:
         (member / DIGESTS_FILE).symlink_to(Path("..") / ".." / DIGESTS_FILE)
     for config in (folder / CONFIG_FILE, *(member / CONFIG_FILE for member in members)):
