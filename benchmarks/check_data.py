@@ -29,7 +29,8 @@ RESULT = Path(__file__).parent / "results" / "check_data"
 FRAMES_A_FILE = 250_000
 FPS = 30
 READ = """
-import json, resource, sys, time
+import json, sys, time
+import pandas
 from pathlib import Path
 from embodix.checks.dataset_reading import read_dataset
 from embodix.training.memory import peak_resident_bytes
