@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 from omegaconf import DictConfig, OmegaConf
 
 HYDRAS_OWN_GROUP = "hydra.env"  # Hydra's config has it, Hydra's dataclass does not
+TARGET = "_target_"
 
 
 class UnknownKeyError(ValueError):
@@ -84,10 +85,12 @@ def _items(node: DictConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _fields_of(node: DictConfig) -> set[str] | None:
+    """None where the node is open: a dataclass of a target alone leaves its arguments to what is built."""
     described_by = OmegaConf.get_type(node)
     if not dataclasses.is_dataclass(described_by):
         return None
-    return {field.name for field in dataclasses.fields(described_by)}
+    names = {field.name for field in dataclasses.fields(described_by)}
+    return None if names == {TARGET} else names
 
 
 def _has_keys(node: object) -> TypeGuard[DictConfig]:
