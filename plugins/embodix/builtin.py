@@ -40,6 +40,17 @@ def register_attention_backends() -> list[Registration]:
 
 
 @hookimpl
+def register_parallel_strategies() -> list[Registration]:
+    replicated, mesh = "embodix.parallel.replicated", "embodix.parallel.mesh"
+    return [
+        Registration("auto", f"{replicated}:HostStrategy", "as upstream: one process, or DDP over several"),
+        Registration("single", f"{replicated}:SingleStrategy", "one process"),
+        Registration("ddp", f"{replicated}:DataParallelStrategy", "a copy of the policy in each process"),
+        Registration("fsdp2", f"{mesh}:FullyShardedStrategy", "parameters and optimizer cut across processes (FSDP2)"),
+    ]
+
+
+@hookimpl
 def register_host_patches() -> list[Registration]:
     summaries = {
         "lerobot_atomic_checkpoint": "a checkpoint is whole or not there",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
@@ -380,6 +380,25 @@ class PolicySupport:
             NotOfferedError: there is none.
         """
         raise self._not_offered("a flow with log-probabilities, which training from rollouts needs", "another policy")
+
+    # parallel training
+
+    def shard_units(self, policy: Any) -> Sequence[ShardUnit]:
+        """What is gathered together where parameters are sharded, in the order of the forward pass; what no unit holds
+        is gathered for the whole pass. Layers that one function computes together are one unit.
+
+        Raises:
+            NotOfferedError: not known.
+        """
+        raise self._not_offered("units to shard", "parallel=ddp")
+
+    def tensor_plan(self, policy: Any) -> TensorPlan:
+        """How its layers are cut across ranks.
+
+        Raises:
+            NotOfferedError: not known.
+        """
+        raise self._not_offered("a plan of how its layers are cut", "parallel=fsdp2")
 
     # costs
 
@@ -816,6 +835,194 @@ class GemmTimings(Protocol):
 
     def save(self, path: Path) -> None:
         """Write them."""
+        ...
+
+
+# --- parallel strategies ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """How the processes of a run are arranged. Ranks are counted with the tensor dimension innermost, then pipeline,
+    shard and data.
+
+    Attributes:
+        data: copies of the parameters, each with samples of its own.
+        shard: ranks that share one copy and have samples of their own.
+        pipeline: ranks that share the layers of one copy, on the same samples.
+        tensor: ranks that share every layer of one copy, on the same samples.
+    """
+
+    data: int = 1
+    shard: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        return self.data * self.shard * self.pipeline * self.tensor
+
+    @property
+    def num_batches(self) -> int:
+        """Ranks that train on samples of their own."""
+        return self.data * self.shard
+
+    def batch_index(self, rank: int) -> int:
+        """Which of them a rank is; those that share samples have the same."""
+        return rank // (self.pipeline * self.tensor)
+
+
+@dataclass(frozen=True)
+class ShardUnit:
+    """Modules whose parameters are gathered together, computed with and given up again.
+
+    Attributes:
+        modules: paths in the policy; one of them may have its parameters read by the code of another.
+        entry: path of the module whose call, or ``embodix.policies.units.call_unit`` of it, computes them all.
+    """
+
+    modules: tuple[str, ...]
+    entry: str
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How the layers of a policy are cut across ranks that share every layer. Paths are patterns of module paths.
+
+    Attributes:
+        columns: linear layers whose output features are cut, heads whole; what follows computes on the part.
+        rows: linear layers whose input features are cut; their outputs are summed.
+        vocabulary: embeddings whose rows are cut; their outputs are summed.
+        partial_gradients: linear layers that every rank computes whole and whose output is read by cut heads: the
+            gradient of their output is summed over the ranks.
+        heads: module -> attribute that counts its heads, which every rank has a part of.
+    """
+
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    vocabulary: tuple[str, ...] = ()
+    partial_gradients: tuple[str, ...] = ()
+    heads: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunTraits:
+    """What of a run decides whether a parallel strategy can train it.
+
+    Attributes:
+        support: the policy's record.
+        packed: the policy computes on packed batches.
+        packing: the packer's name.
+        composes: the packer composes the batches.
+        precision: the training precision's name, ``none`` without one.
+        adapters: it trains adapters beside frozen weights.
+        mixture: it trains on several data sets.
+        streaming: its data set is streamed.
+        device: of the policy.
+        batch_size: samples of one rank's step.
+    """
+
+    support: PolicySupport
+    packed: bool
+    packing: str
+    composes: bool
+    precision: str
+    adapters: bool
+    mixture: bool
+    streaming: bool
+    device: str
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class PlacedBytes:
+    """Bytes of one rank.
+
+    Attributes:
+        sharded: of parameters of which other ranks hold other parts.
+        replicated: of parameters that each rank holds whole.
+        optimizer: of the optimizer's state, 0 before its first step.
+        total: of all parameters of the policy as one process holds them.
+    """
+
+    sharded: int
+    replicated: int
+    optimizer: int
+    total: int
+
+
+class Placement(Protocol):
+    """A policy and its optimizer in place on the ranks of a run, as upstream's loop uses them.
+
+    Attributes:
+        policy: in the place of the policy: ``train()``, ``forward(batch)``, ``parameters()``.
+        optimizer: in the place of the optimizer: ``step()``, ``zero_grad()``, ``param_groups``.
+        layout: of the ranks, as it runs.
+        backend: what exchanges between them, in words.
+    """
+
+    policy: Any
+    optimizer: Any
+    layout: RankLayout
+    backend: str
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a loss, averaged over the ranks that have samples of their own."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let the gradients of a micro-batch add up without exchanging them."""
+        ...
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all ranks down to a norm; the norm before, a plain tensor of one element."""
+        ...
+
+    def placed_bytes(self) -> PlacedBytes:
+        """What this rank holds."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """``model`` and ``optimizer`` by the names of the bare policy's parameters, for torch's distributed
+        checkpoints: sharded tensors are DTensors. Every rank must ask."""
+        ...
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Take the optimizer's state of ``state()["optimizer"]``, possibly saved under another strategy."""
+        ...
+
+    def release(self) -> None:
+        """Give the policy back what was put on it, at the end of the run."""
+        ...
+
+
+class ParallelStrategy(Protocol):
+    """How a training step is spread over processes (hook ``register_parallel_strategies``).
+
+    Its options are keyword arguments with defaults.
+
+    Attributes:
+        name: as it is registered, and its option of the group ``parallel``.
+    """
+
+    name: str
+
+    def layout(self, num_processes: int) -> RankLayout:
+        """The arrangement of so many processes.
+
+        Raises:
+            ValueError: a number of processes that it can't arrange.
+        """
+        ...
+
+    def faults(self, run: RunTraits, layout: RankLayout) -> Iterable[str]:
+        """Why it can't train such a run, a sentence each: the rule, what was got, the nearest that can."""
+        ...
+
+    def place(
+        self, policy: Any, optimizer: Any, device: torch.device, layout: RankLayout, support: PolicySupport
+    ) -> Placement:
+        """Spread a policy, with its fast path installed, and its optimizer; collective over all ranks."""
         ...
 
 

@@ -62,6 +62,11 @@ class EmbodixSpec:
         raise NotImplementedError
 
     @hookspec
+    def register_parallel_strategies(self) -> list[Registration]:
+        """Name the parallel strategies: they spread a policy, its optimizer and a training step over processes."""
+        raise NotImplementedError
+
+    @hookspec
     def register_runners(self) -> list[Registration]:
         """Name the runners: they schedule rollout, training and weight exchange."""
         raise NotImplementedError

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embodix.policies.settings import DenoisingObserver
+from embodix.policies.units import call_unit
 from embodix_groot.attention import TokenAttention
 
 KeysValues = list[tuple[Tensor, Tensor] | None]
@@ -36,31 +37,35 @@ def encode_context(head: Any, features_NW: Tensor, positions_N: Tensor, attentio
     if isinstance(head.vl_self_attention, torch.nn.Identity):
         return rows_NW
 
-    def attend(projections: Any, normed_NW: Tensor) -> Tensor:
-        q_NHD, k_NHD, v_NHD = (
-            _heads(projection(normed_NW), projections.heads)
-            for projection in (projections.to_q, projections.to_k, projections.to_v)
-        )
-        return _project_out(projections, attention.among_tokens(q_NHD, k_NHD, v_NHD, causal=False))
-
     for block in head.vl_self_attention.transformer_blocks:
-        normed_NW = block.norm1(rows_NW)
-        if block.pos_embed is not None:
-            normed_NW = normed_NW + block.pos_embed.pe[0].index_select(0, positions_N.clamp(min=0))
-        rows_NW = _rest_of_block(block, rows_NW, attend(block.attn1, normed_NW))
+        rows_NW = call_unit(block, _context_block, rows_NW, positions_N, attention)
     return rows_NW
+
+
+def _context_block(block: Any, rows_NW: Tensor, positions_N: Tensor, attention: TokenAttention) -> Tensor:
+    normed_NW, projections = block.norm1(rows_NW), block.attn1
+    if block.pos_embed is not None:
+        normed_NW = normed_NW + block.pos_embed.pe[0].index_select(0, positions_N.clamp(min=0))
+    q_NHD, k_NHD, v_NHD = (
+        _heads(projection(normed_NW), projections.heads)
+        for projection in (projections.to_q, projections.to_k, projections.to_v)
+    )
+    attended_NW = _project_out(projections, attention.among_tokens(q_NHD, k_NHD, v_NHD, causal=False))
+    return _rest_of_block(block, rows_NW, attended_NW)
 
 
 def context_keys_values(dit: Any, context_NW: Tensor) -> KeysValues:
     """Keys and values of the context for each block of the DiT, None where it attends to the action side only."""
     pairs: KeysValues = []
     for index, block in enumerate(dit.transformer_blocks):
-        if reads_context(dit, index):
-            heads = block.attn1.heads
-            pairs.append((_heads(block.attn1.to_k(context_NW), heads), _heads(block.attn1.to_v(context_NW), heads)))
-        else:
-            pairs.append(None)
+        pairs.append(call_unit(block, _keys_values, context_NW) if reads_context(dit, index) else None)
     return pairs
+
+
+def _keys_values(block: Any, context_NW: Tensor) -> tuple[Tensor, Tensor]:
+    projections = block.attn1
+    k_NE, v_NE = projections.to_k(context_NW), projections.to_v(context_NW)
+    return _heads(k_NE, projections.heads), _heads(v_NE, projections.heads)
 
 
 def reads_context(dit: Any, index: int) -> bool:
@@ -103,20 +108,27 @@ def action_features(
     dit = head.model
     condition_RE = dit.timestep_encoder(timesteps_R)
     for block, pair in zip(dit.transformer_blocks, keys_values, strict=True):
-        adaptive = block.norm_type == "ada_norm"
-        normed_RKE = block.norm1(sequence_RKE, condition_RE) if adaptive else block.norm1(sequence_RKE)
-        if block.pos_embed is not None:
-            normed_RKE = block.pos_embed(normed_RKE)
-        if pair is None:
-            attended_RKE = block.attn1(normed_RKE)
-        else:
-            attended_RKE = _over_context(block.attn1, normed_RKE, pair, attention)
-        sequence_RKE = _rest_of_block(block, sequence_RKE, attended_RKE)
+        sequence_RKE = call_unit(block, _action_block, sequence_RKE, condition_RE, pair, attention)
     actions_RTE = sequence_RKE[:, -head.action_horizon :]
     shift_RE, scale_RE = dit.proj_out_1(F.silu(condition_RE)).chunk(2, dim=1)
     actions_RTE = dit.norm_out(actions_RTE) * (1 + scale_RE[:, None]) + shift_RE[:, None]
     features_RTW: Tensor = dit.proj_out_2(actions_RTE)
     return features_RTW
+
+
+def _action_block(
+    block: Any,
+    sequence_RKE: Tensor,
+    condition_RE: Tensor,
+    pair: tuple[Tensor, Tensor] | None,
+    attention: TokenAttention,
+) -> Tensor:
+    adaptive = block.norm_type == "ada_norm"
+    normed_RKE = block.norm1(sequence_RKE, condition_RE) if adaptive else block.norm1(sequence_RKE)
+    if block.pos_embed is not None:
+        normed_RKE = block.pos_embed(normed_RKE)
+    attended_RKE = block.attn1(normed_RKE) if pair is None else _over_context(block.attn1, normed_RKE, pair, attention)
+    return _rest_of_block(block, sequence_RKE, attended_RKE)
 
 
 def _over_context(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from embodix.contracts import Packer
 from embodix.packing.layout import PackedLayout
 from embodix.policies.functional import GatedSilu, RmsNorm, Rotate, ZeroGradient, is_untouched
+from embodix.policies.units import call_unit
 from embodix_groot.attention import TokenAttention
 
 
@@ -85,7 +86,7 @@ def language_features(model: Any, rows_NW: Tensor, positions_N: Tensor, attentio
     """
     rope = rope_tables(model, rows_NW, positions_N)
     for layer in model.layers:
-        rows_NW = language_layer(layer, rows_NW, rope, attention)
+        rows_NW = call_unit(layer, language_layer, rows_NW, rope, attention)
     return rms_norm(model.norm, rows_NW)
 
 

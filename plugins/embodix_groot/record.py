@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from embodix.contracts import LanguageModel, MemorySaver, ModuleKind, PolicySupport, SampleLayout, SampleShape
+from embodix.contracts import (
+    LanguageModel,
+    MemorySaver,
+    ModuleKind,
+    PolicySupport,
+    SampleLayout,
+    SampleShape,
+    ShardUnit,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,6 +126,11 @@ class GrootN15(PolicySupport):
         from embodix_groot.flow import GrootFlow
 
         return GrootFlow(policy, settings)
+
+    def shard_units(self, policy: Any) -> Sequence[ShardUnit]:
+        from embodix_groot.sharding import shard_units
+
+        return shard_units(policy)
 
     def sample_layout(self, policy: Any) -> SampleLayout:
         from embodix_groot.counting import sample_layout

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from embodix.policies.functional import GatedGelu, Rotate, ZeroGradient, gemma_rms_norm, is_untouched
 from embodix.policies.settings import FastPathSettings
+from embodix.policies.units import call_unit
 from embodix_pi05.attention import DensePrefixLm, PrefixLm, VarlenPrefixLm
 from embodix_pi05.prefix import PrefixPlan, embed_prefix
 
@@ -241,10 +242,11 @@ def _run_layers(policy: Any, prefix_NW: Tensor, suffix_RTE: Tensor, step: StepCo
     pairs = list(zip(language_layers(policy), expert_layers(policy), strict=True))
     checkpointed = policy.model.gradient_checkpointing_enabled and policy.model.training
 
-    def run(function: Any, *arguments: Any) -> Any:
+    def run(function: Any, language: nn.Module, *arguments: Any) -> Any:
         if checkpointed:
-            return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-        return function(*arguments)
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(call_unit, language, function, *arguments, **options)
+        return call_unit(language, function, *arguments)
 
     for language, expert in pairs[:-1]:
         prefix_NW, suffix_RTE = run(joint_layer, language, expert, prefix_NW, suffix_RTE, step)

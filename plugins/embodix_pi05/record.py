@@ -13,6 +13,7 @@ from embodix.contracts import (
     PolicySupport,
     SampleLayout,
     SampleShape,
+    ShardUnit,
     ShortenedTask,
 )
 
@@ -104,6 +105,11 @@ class Pi05(PolicySupport):
         from embodix_pi05.flow import Pi05Flow
 
         return Pi05Flow(policy, settings)
+
+    def shard_units(self, policy: Any) -> Sequence[ShardUnit]:
+        from embodix_pi05.sharding import shard_units
+
+        return shard_units(policy)
 
     def sample_layout(self, policy: Any) -> SampleLayout:
         from embodix_pi05.counting import sample_layout

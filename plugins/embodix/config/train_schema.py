@@ -145,6 +145,7 @@ class TrainApp:
     action_pad: NamedChoice = field(default_factory=NamedChoice)
     quantization: NamedChoice = field(default_factory=NamedChoice)
     precision: NamedChoice = field(default_factory=NamedChoice)
+    parallel: NamedChoice = field(default_factory=NamedChoice)
     reads: NamedChoice = field(default_factory=NamedChoice)
     preprocessing: NamedChoice = field(default_factory=NamedChoice)
     sampling: NamedChoice = field(default_factory=NamedChoice)

@@ -28,7 +28,7 @@ HOST_GROUPS = ("policy", "dataset", "env", "eval", "optimizer", "scheduler")
 COUNTS_OF_ENV = ("episode_length", "fps", "image_size", "observation_height", "observation_width")
 NAMED_GROUPS = (
     *("packing", "attention", "vision_tokens", "action_pad", "language", "reads", "preprocessing", "sampling"),
-    *("quantization", "precision", "evaluation", "check"),
+    *("quantization", "precision", "parallel", "evaluation", "check"),
 )
 
 
