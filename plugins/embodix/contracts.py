@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from embodix.attention.segments import Segments
-    from embodix.checkpoints.tensor_file import TensorSpec
     from embodix.data.preprocessing import Merger
     from embodix.data.sample_sizes import SizedDataset
     from embodix.packing.bins import Bins
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from embodix.quantization.accuracy_probe import LayerTensors
     from embodix.quantization.gate_rules import RecipeNumbers
     from embodix.quantization.selection import ModuleChoice
+    from embodix.tensor_file import TensorSpec
 
 ModuleKind = Literal["language_linear", "embedding", "unused_head", "vision", "connector", "action_head", "other"]
 
@@ -920,6 +920,8 @@ class RunTraits:
         streaming: its data set is streamed.
         device: of the policy.
         batch_size: samples of one rank's step.
+        evaluates_in_loop: upstream evaluates the policy between steps, in the first rank.
+        clips_nothing: the optimizer's ``grad_clip_norm`` is 0, so that upstream's loop takes the norm by itself.
     """
 
     support: PolicySupport
@@ -932,6 +934,8 @@ class RunTraits:
     streaming: bool
     device: str
     batch_size: int
+    evaluates_in_loop: bool = False
+    clips_nothing: bool = False
 
 
 @dataclass(frozen=True)
@@ -958,12 +962,14 @@ class Placement(Protocol):
         policy: in the place of the policy: ``train()``, ``forward(batch)``, ``parameters()``.
         optimizer: in the place of the optimizer: ``step()``, ``zero_grad()``, ``param_groups``.
         layout: of the ranks, as it runs.
-        backend: what exchanges between them, in words.
+        strategy: what spreads them, in words, as in "FSDP2".
+        backend: what exchanges between them, as in "gloo".
     """
 
     policy: Any
     optimizer: Any
     layout: RankLayout
+    strategy: str
     backend: str
 
     def backward(self, loss: Tensor) -> None:
@@ -1021,8 +1027,11 @@ class ParallelStrategy(Protocol):
 
     def place(
         self, policy: Any, optimizer: Any, device: torch.device, layout: RankLayout, support: PolicySupport
-    ) -> Placement:
-        """Spread a policy, with its fast path installed, and its optimizer; collective over all ranks."""
+    ) -> Placement | None:
+        """Spread a policy, with its fast path installed, and its optimizer; collective over all ranks.
+
+        The optimizer's state, where it has one from a checkpoint, is taken over. None leaves both to the host.
+        """
         ...
 
 

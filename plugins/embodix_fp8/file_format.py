@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from embodix.checkpoints.quantized_weights import WEIGHT, QuantizedWeights
-from embodix.checkpoints.tensor_file import DTYPE_NAMES, WEIGHTS_FILE, FileFormatError, TensorSpec, read_header
 from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY, quantization_config
+from embodix.tensor_file import DTYPE_NAMES, WEIGHTS_FILE, FileFormatError, TensorSpec, read_header
 from embodix_fp8.blocks import BLOCK, FLOAT8, SCALE, ScaledWeight, quantize_blocks, scale_shape
 
 METHOD = "fp8"

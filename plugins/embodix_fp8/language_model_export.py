@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from embodix.checkpoints.quantized_weights import WEIGHT
-from embodix.checkpoints.tensor_file import WEIGHTS_FILE, TensorFileWriter, TensorSpec
 from embodix.contracts import LanguageModel
 from embodix.policies.support import require_offered
+from embodix.tensor_file import WEIGHTS_FILE, TensorFileWriter, TensorSpec
 from embodix_fp8.blocks import FLOAT8, SCALE
 from embodix_fp8.file_format import BlockConfig, BlockScaledWeights
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from embodix.checkpoints.tensor_file import (
+from embodix.tensor_file import (
     DIGESTS_FILE,
     DTYPES,
     INDEX_FILE,
@@ -196,7 +196,7 @@ def test_a_tensor_that_does_not_come_is_noticed(tmp_path: Path) -> None:
 PEAK_MEMORY = """
 import resource, sys, torch
 from pathlib import Path
-from embodix.checkpoints.tensor_file import TensorFileWriter, TensorSpec
+from embodix.tensor_file import TensorFileWriter, TensorSpec
 
 num_tensors, size = int(sys.argv[1]), 4_000_000
 specs = {f"t{i}": TensorSpec(torch.float32, (size,)) for i in range(num_tensors)}
@@ -218,7 +218,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
-from embodix.checkpoints.tensor_file import TensorFileWriter, TensorSpec
+from embodix.tensor_file import TensorFileWriter, TensorSpec
 
 specs = {f"t{i}": TensorSpec(torch.float32, (1000,)) for i in range(3)}
 with TensorFileWriter(Path(sys.argv[1]) / "model.safetensors", specs, {}) as writer:

@@ -16,8 +16,8 @@ import sys
 
 import torch
 
-from embodix.checkpoints.tensor_file import TensorFileWriter
 from embodix.cli.main import dispatch
+from embodix.tensor_file import TensorFileWriter
 
 FILE_LIMIT = 64 * 1024
 write = TensorFileWriter.write

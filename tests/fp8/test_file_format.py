@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodix.checkpoints.tensor_file import (
+from embodix.quantization.accuracy import sqnr_db
+from embodix.quantization.conversion import ConversionPlan, write_weights
+from embodix.tensor_file import (
     DIGESTS_FILE,
     WEIGHTS_FILE,
     FileFormatError,
     TensorFiles,
     TensorFileWriter,
 )
-from embodix.quantization.accuracy import sqnr_db
-from embodix.quantization.conversion import ConversionPlan, write_weights
 from embodix_fp8 import blocks
 from embodix_fp8.blocks import FLOAT8, quantize_blocks
 from embodix_fp8.file_format import (

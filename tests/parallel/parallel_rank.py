@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One gloo rank, of ``torch.distributed.run``: trains each policy under each strategy of a JSON file.
 
-``parallel_rank.py PLANS.json FOLDER``: a plan is ``[label, policy, strategy, options]``; rank 0 writes what each came to
-as ``FOLDER/<label>.pt``, or the error as ``FOLDER/<label>.txt``.
+``parallel_rank.py PLANS.json FOLDER``: a plan is ``[label, policy, strategy, options]``; rank 0 writes what each came
+to as ``FOLDER/<label>.pt``, or the error as ``FOLDER/<label>.txt``.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GemmaForCausalLM, Qwen3ForCausalLM
 
 from embodix.checkpoints.skeleton import policy_skeleton
-from embodix.checkpoints.tensor_file import TensorFiles
 from embodix.policies.support import support_of
 from embodix.quantization.conversion import plan_conversion, write_weights
+from embodix.tensor_file import TensorFiles
 from embodix_fp8.file_format import CONFIG_KEY, BlockScaledWeights
 from embodix_fp8.fp8_block import Fp8BlockQuantizer
 from embodix_fp8.language_model_export import ExportedLanguageModel, export_language_model

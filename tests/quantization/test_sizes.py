@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from embodix.checkpoints.tensor_file import TensorSpec
 from embodix.quantization.selection import choose_modules
 from embodix.quantization.sizes import SizeDefinition, size_definitions, size_table
+from embodix.tensor_file import TensorSpec
 from embodix_fp8.file_format import BlockConfig
 from embodix_groot.architecture import PUBLIC_ARCHITECTURE
 from embodix_groot.testing import meta_groot

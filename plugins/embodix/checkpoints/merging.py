@@ -15,9 +15,9 @@ from lerobot.policies.factory import get_policy_class
 from embodix.checkpoints.finished_folder import copy_files, finished_folder
 from embodix.checkpoints.model_folder import ModelFolder
 from embodix.checkpoints.policy_loading import policy_config, prepared_host
-from embodix.checkpoints.tensor_file import WEIGHTS_FILE
 from embodix.policies.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from embodix.policies.quantizers import CONFIG_FILE
+from embodix.tensor_file import WEIGHTS_FILE
 from embodix.training.checkpoint import OVERRIDES_FILE
 
 LEFT_OUT = (ADAPTER_FILE, ADAPTER_CONFIG_FILE, "README.md")  # PEFT's own card tells how to load adapters

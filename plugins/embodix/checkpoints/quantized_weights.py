@@ -17,7 +17,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from embodix.checkpoints.tensor_file import (
+from embodix.contracts import StoredWeight, WeightLayout
+from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY, quantization_config
+from embodix.tensor_file import (
     DTYPE_NAMES,
     DTYPES,
     INDEX_FILE,
@@ -28,8 +30,6 @@ from embodix.checkpoints.tensor_file import (
     TensorSpec,
     read_header,
 )
-from embodix.contracts import StoredWeight, WeightLayout
-from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY, quantization_config
 
 DROPPED_KEY = "embodix_dropped"  # of the file's metadata: the tensors that were left out
 WEIGHT = ".weight"

@@ -97,7 +97,7 @@ class MeshPlacement:
         self, policy: Any, optimizer: Any, device: torch.device, layout: RankLayout, support: PolicySupport
     ) -> None:
         self.policy, self.optimizer, self.layout = policy, optimizer, layout
-        self.backend = f"FSDP2 over {dist.get_backend()}"
+        self.strategy, self.backend = "FSDP2", dist.get_backend()
         self._total = sum(local_bytes(parameter) for parameter in policy.parameters())
         mesh = rank_mesh(device, layout)
         repointing = Repointing(policy, optimizer)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from embodix.checkpoints.quantized_weights import WEIGHT, file_metadata
 from embodix.checkpoints.skeleton import WeightLoadError, listed, source_names
-from embodix.checkpoints.tensor_file import WEIGHTS_FILE, TensorFiles, TensorFileWriter, TensorSpec
 from embodix.contracts import CheckpointQuantizer, StoredWeight, WeightLayout
 from embodix.quantization.selection import ModuleChoice, choose_modules
 from embodix.quantization.sizes import SizeDefinition, SizeTable, part_of, size_definitions, size_table
+from embodix.tensor_file import WEIGHTS_FILE, TensorFiles, TensorFileWriter, TensorSpec
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from embodix.checkpoints.policy_loading import policy_config, prepared_host
 from embodix.checkpoints.processor_files import require_whole_processors
 from embodix.checkpoints.quantized_weights import WEIGHT
 from embodix.checkpoints.skeleton import policy_skeleton, unfed_config
-from embodix.checkpoints.tensor_file import TensorFiles
 from embodix.config.compose import merge_overrides
 from embodix.contracts import CheckpointQuantizer, ExportsLanguageModel, StoredWeight
 from embodix.policies.quantizers import checkpoint_quantizers
@@ -40,6 +39,7 @@ from embodix.report.manifest import collect_provenance, write_text_atomically
 from embodix.report.quantization_page import render_quantization
 from embodix.report.words import memory
 from embodix.schema.gate import AccuracyGateSettings
+from embodix.tensor_file import TensorFiles
 from embodix.training.features import UNCHANGED
 
 REST_DTYPES = {"keep": None, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from embodix.checkpoints.finished_folder import copy_files
-from embodix.checkpoints.tensor_file import DIGESTS_FILE, INDEX_FILE, WEIGHTS_FILE
 from embodix.policies.quantizers import CONFIG_FILE, CONFIG_KEY
+from embodix.tensor_file import DIGESTS_FILE, INDEX_FILE, WEIGHTS_FILE
 from embodix.training.checkpoint import OVERRIDES_FILE
 
 RECORD_FILE = "quantize.json"

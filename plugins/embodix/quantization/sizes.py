@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from embodix.checkpoints.quantized_weights import WEIGHT
-from embodix.checkpoints.tensor_file import TensorSpec
 from embodix.contracts import ModuleKind
 from embodix.quantization.selection import module_kind
+from embodix.tensor_file import TensorSpec
 
 PARTS: dict[ModuleKind, str] = {
     "language_linear": "language model: decoder's linear layers",

@@ -3,8 +3,9 @@
 
 Upstream calls ``prepare`` once, before its first step, and then ``autocast``, ``backward``, ``clip_grad_norm_``
 and ``unwrap_model`` at fixed places of every step; the optimizer tells when it is about to step. The session is told of
-each; what upstream asked for is then done by accelerate itself. At these marks, and where the loop asks its loader, a
-clock splits the step into phases, in process CPU time and wall time.
+each; what upstream asked for is then done by accelerate itself, or by the placement of a parallel strategy that has
+taken the policy over. At these marks, and where the loop asks its loader, a clock splits the step into phases, in
+process CPU time and wall time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
+from embodix.contracts import Placement, RankLayout
 from embodix.report.steps import PHASES
 
 
@@ -28,6 +30,7 @@ class StepObserver(Protocol):
 
     def policy_built(self, policy: Any, accelerator: Accelerator) -> None: ...
     def loader_built(self, loader: Any) -> Any: ...
+    def place(self, policy: Any, optimizer: Any) -> Placement | None: ...
     def prepared(self, policy: Any, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any]: ...
     def forward_starts(self) -> None: ...
     def backward_starts(self, loss: torch.Tensor) -> None: ...
@@ -43,12 +46,18 @@ class ObservedAccelerator(Accelerator):
     Args:
         observer: told of each mark.
         force_cpu: upstream's rule: the CPU is forced when ``policy.device`` is ``cpu``.
+        layout: of the ranks. ``num_processes`` and ``process_index`` count those that have samples of their own, which
+            is what upstream's loop and accelerate's loader mean by them.
 
     Raises:
         ValueError: accelerate was started with fp16.
     """
 
-    def __init__(self, observer: StepObserver, force_cpu: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, observer: StepObserver, force_cpu: bool, layout: RankLayout | None = None, **kwargs: Any
+    ) -> None:
+        self._layout = layout
+        self._placement: Placement | None = None
         _require_unscaled_losses(kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION"))
         # The same construction as lerobot_train.train makes when it is given no accelerator.
         super().__init__(
@@ -59,16 +68,34 @@ class ObservedAccelerator(Accelerator):
         )
         self._observer = observer
 
+    @property
+    def num_processes(self) -> int:
+        return super().num_processes if self._layout is None else self._layout.num_batches
+
+    @property
+    def process_index(self) -> int:
+        rank = super().process_index
+        return rank if self._layout is None else self._layout.batch_index(rank)
+
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) < 4:
             return super().prepare(*args, **kwargs)
-        policy, optimizer, loader, *rest = args
+        policy, optimizer, loader, scheduler = args
         self._observer.policy_built(policy, self)
         loader = self._observer.loader_built(loader)
-        optimizer.register_step_pre_hook(lambda *_: self._observer.optimizer_steps())
-        policy, optimizer, loader, scheduler, *rest = super().prepare(policy, optimizer, loader, *rest, **kwargs)
+        self._placement = placement = self._observer.place(policy, optimizer)
+        if placement is None:
+            optimizer.register_step_pre_hook(self._optimizer_steps)
+            policy, optimizer, loader, scheduler = super().prepare(policy, optimizer, loader, scheduler, **kwargs)
+        else:
+            placement.optimizer.register_step_pre_hook(self._optimizer_steps)
+            policy, optimizer = placement.policy, placement.optimizer
+            loader, scheduler = self.prepare_data_loader(loader), scheduler and self.prepare_scheduler(scheduler)
         loader, scheduler = self._observer.prepared(policy, optimizer, loader, scheduler)
-        return policy, optimizer, loader, scheduler, *rest
+        return policy, optimizer, loader, scheduler
+
+    def _optimizer_steps(self, *_: Any) -> None:
+        self._observer.optimizer_steps()
 
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -78,11 +105,24 @@ class ObservedAccelerator(Accelerator):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self._observer.backward_starts(loss)
-        super().backward(loss, **kwargs)
+        self.plain_backward(loss, **kwargs)
         self._observer.backward_ended()
 
-    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
-        grad_norm = super().clip_grad_norm_(*args, **kwargs)
+    def plain_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """``backward`` of a micro-batch that upstream's loop knows nothing of."""
+        if self._placement is None:
+            super().backward(loss, **kwargs)
+        else:
+            self._placement.backward(loss)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        return super().no_sync(model) if self._placement is None else self._placement.no_sync()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, **kwargs: Any) -> Any:
+        if self._placement is None:
+            grad_norm = super().clip_grad_norm_(parameters, max_norm, **kwargs)
+        else:
+            grad_norm = self._placement.clip_grad_norm(max_norm)
         self._observer.gradients_clipped(grad_norm)
         return grad_norm
 

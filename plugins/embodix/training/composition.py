@@ -116,7 +116,8 @@ class Composition:
         """Run the micro-batches of a step in the prepared policy's ``forward``."""
         installation = self._features.installation
         assert installation is not None
-        self.forward = StepForward(prepared, self._accelerator, installation, self._count, phase_ended, self)
+        backward = getattr(self._accelerator, "plain_backward", None)
+        self.forward = StepForward(prepared, self._accelerator, installation, self._count, phase_ended, self, backward)
 
     def wrap_schedule(self, scheduler: Any) -> Any:
         """Let the learning rate advance by samples."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from lerobot.configs.train import TrainPipelineConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,6 +24,7 @@ from embodix.contracts import (
     LowPrecision,
     PrecisionInstallation,
     Quantizer,
+    RunTraits,
     StoredWeight,
     TrainingPrecision,
 )
@@ -104,6 +106,25 @@ def composes_batches(selection: FeatureSelection) -> bool:
     """Whether the packer composes the batches."""
     packing = selection.packing
     return packing.name != "none" and isinstance(plugins.build("packers", packing.name, packing.options), BatchComposer)
+
+
+def run_traits(cfg: DictConfig, host_cfg: TrainPipelineConfig, selection: FeatureSelection) -> RunTraits:
+    """What of a run a parallel strategy is asked about."""
+    policy, optimizer = host_cfg.policy, host_cfg.optimizer or host_cfg.policy.get_optimizer_preset()
+    return RunTraits(
+        support=support_of(policy.type),
+        packed=not selection.is_upstream,
+        packing=selection.packing.name,
+        composes=composes_batches(selection),
+        precision=selection.precision.name,
+        adapters=host_cfg.peft is not None,
+        mixture=selection.mixture,
+        streaming=host_cfg.dataset.streaming,
+        device=policy.device,
+        batch_size=host_cfg.batch_size,
+        evaluates_in_loop=cfg.evaluation.name == "upstream" and host_cfg.env is not None and host_cfg.eval_freq > 0,
+        clips_nothing=optimizer.grad_clip_norm == 0,
+    )
 
 
 def select_features(cfg: DictConfig) -> FeatureSelection:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lerobot.utils.constants import ACTION, OBS_STATE
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from embodix.data.preprocessing import MicroBatches
 from embodix.training.stopped import RunStoppedError
@@ -87,20 +88,18 @@ def non_finite_step(step: int, loss: float, grad_norm: float, samples: Sequence[
     )
 
 
-def require_finite_state(step: int, weights: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
-    """Check what is about to be saved.
-
-    Raises:
-        NonFiniteError: a weight, or what the optimizer keeps of one, is not finite.
-    """
+def non_finite_state(step: int, weights: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> str | None:
+    """Why no checkpoint may be made of what is about to be saved: a weight, or what the optimizer keeps of one, is not
+    finite on this rank. None where all is."""
     bad = [name for name, weight in weights if not _is_finite(weight)]
     kept = [state for state in optimizer.state.values() if not all(map(_is_finite, state.values()))]
-    if bad or kept:
-        what = f"{len(bad)} weights ({', '.join(bad[:3])})" if bad else f"the optimizer's state of {len(kept)} weights"
-        raise NonFiniteError(
-            f"After step {step} {what} are not finite; no checkpoint is made of them. The checkpoints before are kept: "
-            "resume one, or begin again with a lower learning rate."
-        )
+    if not bad and not kept:
+        return None
+    what = f"{len(bad)} weights ({', '.join(bad[:3])})" if bad else f"the optimizer's state of {len(kept)} weights"
+    return (
+        f"After step {step} {what} are not finite; no checkpoint is made of them. The checkpoints before are kept: "
+        "resume one, or begin again with a lower learning rate."
+    )
 
 
 def all_finite(*values: float) -> bool:
@@ -126,4 +125,7 @@ def _per_sample(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
+    """Of a tensor that is cut across ranks, the part of this one."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
     return not isinstance(value, Tensor) or not value.is_floating_point() or bool(torch.isfinite(value).all())

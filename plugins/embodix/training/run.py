@@ -17,7 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from embodix.checks.guard import require_sound_data
 from embodix.config.compose import compose_train, merge_overrides
-from embodix.launched_rank import is_first_rank
+from embodix.launched_rank import is_first_rank, launched_processes
+from embodix.parallel.choice import choose_parallel
+from embodix.parallel.effective import require_one_run
 from embodix.policies.support import support_of
 from embodix.report.evaluation import EvaluationRecord
 from embodix.report.run_page import write_run_page
@@ -27,7 +29,7 @@ from embodix.training.adapters import settle_adapters
 from embodix.training.checkpoint import Checkpoint, find_checkpoint
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation, plan_evaluation
 from embodix.training.config_checks import require_sound_config, say_what_differs, sound_host_config
-from embodix.training.features import select_training_features
+from embodix.training.features import named_choice, run_traits, select_training_features
 from embodix.training.host_config import (
     fill_missing_preset,
     host_config_of_checkpoint,
@@ -150,6 +152,9 @@ def _run(
     fill_missing_preset(host_cfg)
     settle_adapters(host_cfg, cfg.peft)
     selection = select_training_features(cfg)
+    parallel = named_choice(cfg.parallel)
+    traits = run_traits(cfg, host_cfg, selection)
+    placed = choose_parallel(parallel.name, parallel.options, traits, launched_processes())
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     require_trainable_dataset(host_cfg, config["dataset"])
     require_sound_data(host_cfg, config)
@@ -176,6 +181,7 @@ def _run(
             evaluation=evaluation,
             interruption=Interruption(),
             schedule=schedule,
+            parallel=placed,
         )
         with host_context(cfg, resumed_config):
             _train(session, evaluation)
@@ -197,7 +203,8 @@ def _train(session: TrainingSession, evaluation: CheckpointEvaluation | None) ->
     session.activate()
     host_cfg = session.host_cfg
     force_cpu = host_cfg.policy is not None and host_cfg.policy.device == "cpu"
-    accelerator = ObservedAccelerator(session, force_cpu)
+    accelerator = ObservedAccelerator(session, force_cpu, session.parallel.layout)
+    require_one_run(accelerator.state.num_processes, launched_processes())
     host_cfg.output_dir = Path(broadcast_object_list([str(host_cfg.output_dir)])[0])  # each rank resolved its own time
     try:
         train(host_cfg, accelerator=accelerator)

@@ -21,8 +21,10 @@ from lerobot.configs.train import TrainPipelineConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodix import patching
-from embodix.contracts import BatchComposer, ChecksReference
+from embodix.contracts import BatchComposer, ChecksReference, Placement
 from embodix.data.streams import require_whole_epoch
+from embodix.parallel.choice import ParallelChoice
+from embodix.parallel.effective import described, rank_reports, require_effective
 from embodix.policies.adapters import bare_policy
 from embodix.policies.settings import ReferenceCheck, TokenCounts
 from embodix.policies.support import support_of
@@ -32,7 +34,7 @@ from embodix.training.accelerator import StepClock
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation
 from embodix.training.composition import Composition
 from embodix.training.features import FeatureSelection, InstalledFeatures, install_features
-from embodix.training.finite import NonFiniteError, StepSamples, all_finite, non_finite_step, require_finite_state
+from embodix.training.finite import NonFiniteError, StepSamples, all_finite, non_finite_state, non_finite_step
 from embodix.training.first_batch import FirstBatch
 from embodix.training.flops import flop_counter
 from embodix.training.interruption import Interruption, SaveNow
@@ -70,8 +72,10 @@ class TrainingSession:
         evaluation: evaluates the checkpoints while training goes on; None for nothing.
         interruption: ends the run after a whole step where it is asked for; None leaves Ctrl-C to Python.
         schedule: length of the learning-rate schedule; None for upstream's.
+        parallel: how the run is spread; None for one process, or upstream's DDP.
 
     Attributes:
+        placement: of the policy, where a parallel strategy has taken it over.
         interruption: as given.
         between_steps: called before each batch is fetched, when no step is open; None for nothing.
     """
@@ -91,6 +95,7 @@ class TrainingSession:
         evaluation: CheckpointEvaluation | None = None,
         interruption: Interruption | None = None,
         schedule: RunSchedule | None = None,
+        parallel: ParallelChoice | None = None,
     ) -> None:
         self.name = name
         self.host_cfg = host_cfg
@@ -115,6 +120,9 @@ class TrainingSession:
         self._evaluation = evaluation
         self.interruption = interruption
         self.schedule = schedule or RunSchedule(host_cfg.steps)
+        self.parallel = parallel or ParallelChoice()
+        self.placement: Placement | None = None
+        self._effective: dict[str, Any] = {}
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
         self._samples: StepSamples | None = None
@@ -170,9 +178,30 @@ class TrainingSession:
             self.data.count_shortened(self.policy.config.type)
         return loader
 
+    def place(self, policy: Any, optimizer: Any) -> Placement | None:
+        """Spread the policy and its optimizer over the ranks; None leaves that to accelerate."""
+        support = support_of(self.policy.config.type)
+        strategy, layout = self.parallel.strategy, self.parallel.layout
+        self.placement = strategy.place(policy, optimizer, self.accelerator.device, layout, support)
+        return self.placement
+
+    def _require_effective(self) -> None:
+        """What every rank has, before the first step.
+
+        Raises:
+            embodix.parallel.effective.NotAsRequestedError: it is not what the config asks for.
+        """
+        reports = rank_reports(self.policy, self.optimizer, self.placement, self.accelerator)
+        require_effective(self.parallel.name, self.parallel.layout, reports)
+        self._effective = described(self.parallel.name, self.parallel.layout, reports)
+        if len(reports) > 1 and self.accelerator.is_main_process:
+            for report in reports:
+                logging.info("%s", report.line)
+
     def prepared(self, policy: Any, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any]:
         """The loader and the scheduler that upstream's loop uses, from those that accelerate prepared."""
         self.optimizer = optimizer
+        self._require_effective()
         self.schedule.adjust(scheduler, self.host_cfg)
         if self.composition is not None:
             self.composition.wrap_forward(policy, self.clock.end)
@@ -283,7 +312,10 @@ class TrainingSession:
         """Where upstream's loop is about to save; every rank looks, so that all end together."""
         cfg = self.host_cfg
         if cfg.save_checkpoint and (self._step % cfg.save_freq == 0 or self._step == cfg.steps):
-            require_finite_state(self._step, self.policy.named_parameters(), self.optimizer)
+            problem = non_finite_state(self._step, self.policy.named_parameters(), self.optimizer)
+            found = [problem] if self.accelerator.state.num_processes == 1 else gather_object([problem])
+            if problems := [problem for problem in found if problem is not None]:
+                raise NonFiniteError(problems[0])
 
     def checkpoint_finished(self, checkpoint_dir: Path) -> None:
         """A checkpoint is complete and in its place."""
@@ -333,6 +365,7 @@ class TrainingSession:
         assert self.features is not None
         schedule = {**asdict(self.schedule), "remark": self._schedule_remark()}
         settings: dict[str, Any] = {**self.features.describe(), "data": self.data.describe(), "schedule": schedule}
+        settings["parallel"] = self._effective
         own_autocast = support_of(self.policy.config.type).own_autocast(self.policy.config)
         if own_autocast is not None:
             settings["own_autocast"] = own_autocast
@@ -352,6 +385,8 @@ class TrainingSession:
             self.composition.release()
         if self._first_batch is not None:
             self._first_batch.release()
+        if self.placement is not None:
+            self.placement.release()
         self.features.uninstall()
 
     def _fetch_starts(self) -> None:

@@ -10,6 +10,7 @@ elements, over micro-batches and ranks, so that the gradients add up to those of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -55,6 +56,7 @@ class StepForward:
         count: what the fast path's losses are divided by.
         phase_ended: told ``forward`` or ``backward`` when that of a micro-batch before the last has ended.
         timer: told of each micro-batch; the backward of the last is ended by upstream's loop.
+        backward: of the micro-batches before the last; None for accelerate's own.
 
     Attributes:
         token_counts: of the whole step over all ranks, None before the first.
@@ -68,11 +70,13 @@ class StepForward:
         count: StepCount,
         phase_ended: Callable[[str], None],
         timer: BinTimer,
+        backward: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.token_counts: TokenCounts | None = None
         self._prepared, self._accelerator = prepared, accelerator
         self._installation, self._count = installation, count
         self._phase_ended, self._timer = phase_ended, timer
+        self._plain_backward = backward or functools.partial(Accelerator.backward, accelerator)
         self._replaced = prepared.__dict__.get("forward")
         self._forward = prepared.forward
         prepared.forward = self
@@ -113,9 +117,9 @@ class StepForward:
         return loss, logged
 
     def _backward(self, loss: Tensor) -> None:
-        """accelerate's own backward, unobserved, outside of the autocast that upstream's loop holds open."""
+        """Unobserved, outside of the autocast that upstream's loop holds open."""
         with torch.autocast(loss.device.type, enabled=False):
-            Accelerator.backward(self._accelerator, loss)
+            self._plain_backward(loss)
 
     def _counts(self) -> TokenCounts:
         counts = self._installation.token_counts
@@ -140,12 +144,13 @@ class _WithValue(torch.autograd.Function):
 
 
 def over_ranks(value: Tensor, accelerator: Accelerator, reduction: str) -> Tensor:
-    """The mean or sum of a value over all ranks."""
+    """The mean or sum of a value over the ranks that have samples of their own; those that share them have the same."""
     if accelerator.num_processes == 1:
         return value
     reduced = accelerator.reduce(value.to(accelerator.device), reduction=reduction)
     assert isinstance(reduced, Tensor)
-    return reduced
+    sharing = accelerator.state.num_processes // accelerator.num_processes
+    return reduced if reduction == "mean" or sharing == 1 else reduced / sharing
 
 
 def _merged(logged: Sequence[Mapping[str, Any]], elements: Sequence[int], loss: float) -> dict[str, Any]:

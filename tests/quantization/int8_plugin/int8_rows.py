@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from embodix.checkpoints.quantized_weights import WEIGHT, QuantizedWeights
-from embodix.checkpoints.tensor_file import FileFormatError, TensorSpec
 from embodix.contracts import FormatWords
 from embodix.hookspecs import Registration, hookimpl
 from embodix.quantization.accuracy import sqnr_db
 from embodix.quantization.gate_rules import RecipeNumbers
 from embodix.quantization.selection import ModuleChoice, choose_modules
+from embodix.tensor_file import FileFormatError, TensorSpec
 
 SCALE = ".weight_row_scale"
 METHOD = "int8_rows"

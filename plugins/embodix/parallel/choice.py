@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy that a run asks for, on the processes that were started; what can't be trained so is refused here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from embodix import plugins
+from embodix.contracts import ParallelStrategy, RankLayout, RunTraits
+from embodix.parallel.replicated import HostStrategy
+
+KIND = "parallel_strategies"
+
+
+@dataclass(frozen=True)
+class OutsideChoice:
+    """A variable by which accelerate's launcher chooses how a run is spread or computed.
+
+    Attributes:
+        neutral: values, in lower case, that choose nothing.
+        what: it chooses, in words.
+        instead: what to do.
+    """
+
+    neutral: tuple[str, ...]
+    what: str
+    instead: str
+
+
+_OFF = ("", "0", "false", "no", "none")
+OUTSIDE_CHOICES: Mapping[str, OutsideChoice] = {
+    "ACCELERATE_USE_FSDP": OutsideChoice(_OFF, "FSDP", "Choose parallel=fsdp2"),
+    "ACCELERATE_USE_DEEPSPEED": OutsideChoice(_OFF, "DeepSpeed", "Choose parallel=zero1, zero2 or zero3"),
+    "ACCELERATE_USE_MEGATRON_LM": OutsideChoice(_OFF, "Megatron-LM", "Choose parallel=tensor or parallel=pipeline"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": OutsideChoice(_OFF, "a mesh of its own", "Choose an option of parallel"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": OutsideChoice(
+        ("", "1"), "accumulated gradients, whose losses it divides", "Choose packing.options.bins_per_step"
+    ),
+    "ACCELERATE_DYNAMO_BACKEND": OutsideChoice(_OFF, "a compiled policy", "Set policy.compile_model"),
+}
+
+
+@dataclass(frozen=True)
+class ParallelChoice:
+    """A strategy by its name in the config, with the arrangement of the processes that were started."""
+
+    name: str = HostStrategy.name
+    strategy: ParallelStrategy = field(default_factory=HostStrategy)
+    layout: RankLayout = field(default_factory=RankLayout)
+
+
+def choose_parallel(name: str, options: Mapping[str, Any], traits: RunTraits, num_processes: int) -> ParallelChoice:
+    """The strategy of a run that can start.
+
+    Raises:
+        embodix.plugins.PluginError: an unknown strategy.
+        embodix.arguments.ArgumentError: an option that it does not take.
+        ValueError: what it can't do, a sentence a line, or a choice made outside of the config.
+    """
+    require_no_outside_choice(name)
+    strategy: ParallelStrategy = plugins.build(KIND, name, dict(options))
+    layout = strategy.layout(num_processes)
+    faults = [*_common_faults(name, traits, layout), *strategy.faults(traits, layout)]
+    if faults:
+        raise ValueError("\n".join(faults))
+    return ParallelChoice(name, strategy, layout)
+
+
+def require_no_outside_choice(name: str) -> None:
+    """
+    Raises:
+        ValueError: accelerate's launcher was told to do something else than the config asks for.
+    """
+    for variable, choice in OUTSIDE_CHOICES.items():
+        value = os.environ.get(variable, "")
+        if value.lower() not in choice.neutral:
+            raise ValueError(
+                f"The config decides how a run is spread: it has parallel={name}, and {variable}={value}, set outside "
+                f"of it, asks for {choice.what}. {choice.instead}, and start the processes plainly: torchrun "
+                "--nproc_per_node=N -m embodix train ..."
+            )
+
+
+def _common_faults(name: str, run: RunTraits, layout: RankLayout) -> Iterator[str]:
+    """What no strategy can do where a rank holds a part of the policy only."""
+    shares_samples = layout.num_batches < layout.num_processes
+    if shares_samples and run.streaming:
+        yield (
+            f"parallel={name} gives the same samples to {layout.num_processes // layout.num_batches} ranks, which a "
+            "streamed data set can't; got dataset.streaming=true. Set it to false, or choose parallel=ddp."
+        )
+    if layout.shard * layout.pipeline * layout.tensor == 1:
+        return
+    if run.adapters:
+        yield (
+            f"parallel={name} cuts parameters, and a checkpoint of adapters is written from whole ones; got peft=lora. "
+            "Choose parallel=ddp, which holds no optimizer state of the frozen weights either."
+        )
+    if run.evaluates_in_loop:
+        yield (
+            f"parallel={name} leaves no rank with the whole policy, which upstream's evaluation between steps needs; "
+            "got evaluation=upstream with an env. Choose evaluation=background, or train.eval_freq=0."
+        )
+    if run.clips_nothing:
+        yield (
+            f"parallel={name} needs a norm to clip gradients at, since upstream takes their norm by itself otherwise; "
+            "got a grad_clip_norm of 0. Set it high, to 1e9, to clip nothing."
+        )
