@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lerobot.utils.constants import TRAINING_STATE_DIR
 from safetensors import SafetensorError
 
 from embodix.patching import Patch, replace_attribute
+from embodix.training.finished_checkpoint import replace_folder, unfinished_folder
+from embodix.training.sharded_resume import write_groups
 from embodix.training.stopped import RunStoppedError
+
+if TYPE_CHECKING:
+    from embodix.training.background_saving import BackgroundSaver
 
 PATCH = Patch(
     name="lerobot_atomic_checkpoint",
@@ -26,11 +32,15 @@ PATCH = Patch(
 
 
 def apply(
-    on_saved: Callable[[Path], None] | None = None, on_finished: Callable[[Path], None] | None = None
+    on_saved: Callable[[Path], None] | None = None,
+    on_finished: Callable[[Path], None] | None = None,
+    saver: Callable[[], BackgroundSaver | None] | None = None,
 ) -> Callable[[], None]:
     """Patch upstream's two names.
 
     Args:
+        saver: gives what writes the checkpoints of a run whose ranks each hold a part; None, or what gives None, where
+            upstream writes them from a whole policy.
         on_saved: called with the unfinished checkpoint folder after upstream has written it, to add further state.
             Where it fails, upstream's own files stay under the checkpoint's name unless an earlier try of that
             step stands there, `last` stays at the checkpoint before, and the run ends with the reason.
@@ -43,8 +53,14 @@ def apply(
 
     save_in_place = lerobot_train.save_checkpoint
 
+    def background() -> BackgroundSaver | None:
+        return None if saver is None else saver()
+
     def save_beside_and_rename(checkpoint_dir: Path, *args: Any, **kwargs: Any) -> None:
-        unfinished = checkpoint_dir.with_name(f".{checkpoint_dir.name}.unfinished")
+        if (parts := background()) is not None:
+            parts.add_hosts_files(lambda folder: _write_without_weights(save_in_place, folder, on_saved, kwargs))
+            return
+        unfinished = unfinished_folder(checkpoint_dir)
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             save_in_place(unfinished, *args, **kwargs)
@@ -58,12 +74,14 @@ def apply(
         if failure is not None and checkpoint_dir.exists():
             shutil.rmtree(unfinished)
             raise _unwritten(checkpoint_dir, failure) from failure
-        _replace_folder(unfinished, checkpoint_dir)
+        replace_folder(unfinished, checkpoint_dir)
         if failure is not None:
             last = (checkpoint_dir.parent / LAST_CHECKPOINT_LINK).resolve()
             raise _incomplete(checkpoint_dir, last, failure) from failure
 
     def move_last_link(checkpoint_dir: Path) -> Path:
+        if background() is not None:
+            return checkpoint_dir.parent / LAST_CHECKPOINT_LINK  # moved once the checkpoint is in its place
         link = move_link(checkpoint_dir.parent / LAST_CHECKPOINT_LINK, checkpoint_dir)
         if on_finished is not None:
             on_finished(checkpoint_dir)
@@ -114,11 +132,25 @@ def _incomplete(checkpoint_dir: Path, last: Path, failure: Exception) -> RunStop
     )
 
 
-def _replace_folder(finished: Path, place: Path) -> None:
-    """Rename; a checkpoint of the same step from an earlier try is moved aside first and removed last."""
-    replaced = place.with_name(f".{place.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if place.exists():
-        place.rename(replaced)
-    finished.rename(place)
-    shutil.rmtree(replaced, ignore_errors=True)
+class _WithoutWeights:
+    """Stands in for a policy of which no rank has all weights: it saves its config alone."""
+
+    def __init__(self, policy: Any) -> None:
+        self.config = policy.config
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(folder)
+
+
+def _write_without_weights(
+    save_in_place: Callable[..., None],
+    folder: Path,
+    on_saved: Callable[[Path], None] | None,
+    arguments: Mapping[str, Any],
+) -> None:
+    """Upstream's own files but weights and optimizer state, which the ranks write; then further state."""
+    save_in_place(folder, **{**arguments, "policy": _WithoutWeights(arguments["policy"]), "optimizer": None})
+    write_groups(folder / TRAINING_STATE_DIR, arguments["optimizer"])
+    if on_saved is not None:
+        on_saved(folder)

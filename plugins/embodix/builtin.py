@@ -60,6 +60,7 @@ def register_host_patches() -> list[Registration]:
         "lerobot_decoder_cache": "a bounded number of video decoders",
         "lerobot_peft_alpha": "LoRA's adapters are scaled as asked",
         "lerobot_peft_resume": "a resumed run goes on with its adapters",
+        "lerobot_sharded_resume": "a run goes on from what its processes saved, each its part",
         "lerobot_quantized_checkpoint": "upstream loads a checkpoint in low precision",
         "lerobot_worker_preprocessing": "the run decides where samples are preprocessed",
     }

@@ -993,6 +993,15 @@ class Placement(Protocol):
         checkpoints: sharded tensors are DTensors. Every rank must ask."""
         ...
 
+    def optimizer_template(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """An empty tensor like this rank's part of a tensor of ``state()["optimizer"]``, for reading into.
+
+        Args:
+            name: of the parameter.
+            shape: of the whole tensor; that of the parameter, or another.
+        """
+        ...
+
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Take the optimizer's state of ``state()["optimizer"]``, possibly saved under another strategy."""
         ...

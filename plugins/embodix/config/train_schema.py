@@ -74,6 +74,20 @@ class CheckSettings:
 
 
 @dataclass
+class CheckpointSettings:
+    """How checkpoints are written.
+
+    Attributes:
+        format: ``upstream``, from a whole policy by the first process; ``sharded``, each process its part while
+            training goes on; ``auto`` for the former where a process has the whole policy, else the latter.
+        most_failures: sharded checkpoints in a row that can't be written before the run ends.
+    """
+
+    format: str = "auto"
+    most_failures: int = 2
+
+
+@dataclass
 class ScheduleSettings:
     """The length of the learning-rate schedule.
 
@@ -162,6 +176,7 @@ class TrainApp:
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     step_clock: StepClockSettings = field(default_factory=StepClockSettings)
     patches: Any = field(default_factory=dict)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     check: CheckSettings = field(default_factory=CheckSettings)
     plugin: Any = None
     strict_plugins: bool = True

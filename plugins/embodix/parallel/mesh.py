@@ -24,6 +24,7 @@ from embodix.parallel.optimizer_state import (
     named_optimizer_state,
     optimizer_bytes,
     set_named_optimizer_state,
+    state_like_parameters,
 )
 from embodix.parallel.sharding import gradients_kept_apart, shard_policy
 from embodix.policies.adapters import bare_policy
@@ -120,6 +121,9 @@ class MeshPlacement:
     def state(self) -> dict[str, Any]:
         model = dict(self.policy.state_dict())
         return {"model": model, "optimizer": named_optimizer_state(self.policy, self.optimizer)}
+
+    def optimizer_template(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return state_like_parameters(self.policy)(name, shape, dtype)
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         set_named_optimizer_state(self.policy, self.optimizer, state)

@@ -8,7 +8,7 @@ their place, each tensor of state cut like its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -71,6 +71,21 @@ def set_named_optimizer_state(policy: nn.Module, optimizer: torch.optim.Optimize
         if name not in parameters:
             raise ValueError(f"The optimizer's state names {name!r}, which is no parameter of this policy.")
         optimizer.state[parameters[name]][key] = value
+
+
+def state_like_parameters(policy: nn.Module) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+    """Makes empty tensors of state, cut like the parameters of a policy: of a name, a shape and a dtype."""
+    parameters = dict(policy.named_parameters())
+
+    def template(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise ValueError(f"The optimizer's state names {name!r}, which is no parameter of this policy.")
+        if parameter.shape != shape:
+            return torch.empty(shape, dtype=dtype)  # a count of steps
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+
+    return template
 
 
 def local_bytes(tensor: Tensor) -> int:

@@ -38,6 +38,7 @@ class StepObserver(Protocol):
     def gradients_clipped(self, grad_norm: Any) -> None: ...
     def optimizer_steps(self) -> None: ...
     def step_ended(self) -> None: ...
+    def training_ends(self) -> None: ...
 
 
 class ObservedAccelerator(Accelerator):
@@ -130,6 +131,10 @@ class ObservedAccelerator(Accelerator):
         # update_policy asks for the bare model once, after optimizer and schedule have stepped.
         self._observer.step_ended()
         return super().unwrap_model(*args, **kwargs)
+
+    def end_training(self) -> None:
+        self._observer.training_ends()  # what is exchanged between ranks is exchanged before their group is ended
+        super().end_training()
 
 
 def _require_unscaled_losses(mixed_precision: str | None) -> None:

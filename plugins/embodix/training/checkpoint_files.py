@@ -21,6 +21,9 @@ from lerobot.utils.constants import (
 )
 from safetensors import SafetensorError, safe_open
 
+from embodix.parallel.sharded_state import holds_sharded_state
+from embodix.training.sharded_resume import GROUPS_FILE
+
 CONFIG_FILE, PREPROCESSOR_FILE = "config.json", f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json"
 
 
@@ -42,7 +45,8 @@ def require_whole(checkpoint: Path) -> None:
 def _required(checkpoint: Path) -> Iterator[Path]:
     model, state = checkpoint / PRETRAINED_MODEL_DIR, checkpoint / TRAINING_STATE_DIR
     yield from (model / name for name in (CONFIG_FILE, TRAIN_CONFIG_NAME))
-    yield from (state / name for name in (TRAINING_STEP, RNG_STATE, OPTIMIZER_STATE, OPTIMIZER_PARAM_GROUPS))
+    optimizer = (GROUPS_FILE,) if holds_sharded_state(state) else (OPTIMIZER_STATE, OPTIMIZER_PARAM_GROUPS)
+    yield from (state / name for name in (TRAINING_STEP, RNG_STATE, *optimizer))
     if _json(model / TRAIN_CONFIG_NAME).get("scheduler") is not None:
         yield state / SCHEDULER_STATE
     yield model / PREPROCESSOR_FILE

@@ -9,17 +9,21 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from lerobot.utils.constants import TRAINING_STATE_DIR
 from omegaconf import DictConfig, OmegaConf
 
 from embodix.data.joined_columns import JOIN, DatasetPlace, dataset_place, decode_join
 from embodix.data.mixture_spec import decode_mixture, is_mixture
 from embodix.data.tokenizer import offline_tokenizer
+from embodix.parallel.sharded_state import holds_sharded_state
 from embodix.patching import patch_module, patched
 from embodix.policies.quantizers import quantizer_of
 from embodix.policies.support import sizes_patch, support_of, with_guards
 from embodix.training.adapters import adapter_patches
+from embodix.training.background_saving import BackgroundSaver
 from embodix.training.checkpoint import checkpoint_finished, write_session_state
 from embodix.training.session import current_session
+from embodix.training.sharded_resume import read_groups
 
 QUANTIZED_PATCH = "lerobot_quantized_checkpoint"
 METADATA_PATCH = "lerobot_dataset_metadata"
@@ -56,12 +60,15 @@ def required_patches(cfg: DictConfig, resume_config: Path | None = None) -> dict
     if "lerobot_atomic_checkpoint" in patches:
         patches["lerobot_atomic_checkpoint"]["on_saved"] = write_session_state
         patches["lerobot_atomic_checkpoint"]["on_finished"] = checkpoint_finished
+        patches["lerobot_atomic_checkpoint"]["saver"] = current_saver
     patches["lerobot_dataset_factory"] = {"build": build_dataset}
     patches[METADATA_PATCH] = {"joins": joins_of(cfg.dataset)}
     patches["lerobot_worker_preprocessing"] = {"build": build_processors}
     started_from = cfg.policy.get("pretrained_path")
     if started_from is not None and quantizer_of(Path(started_from)) is not None:
         patches[QUANTIZED_PATCH] = {"policy_type": cfg.policy.type}
+    if resume_config is not None and holds_sharded_state(resume_config.parents[1] / TRAINING_STATE_DIR):
+        patches["lerobot_sharded_resume"] = {"read_groups": read_groups}
     return patches | adapter_patches(cfg.peft, resume_config) | _policy_options(cfg)
 
 
@@ -108,6 +115,11 @@ def _policy_options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
         architecture = OmegaConf.to_container(cfg.architecture, resolve=True)
         patches[sizes_patch(cfg.policy.type)] = {"architecture": architecture}
     return patches | support_of(cfg.policy.type).patches(cfg)
+
+
+def current_saver() -> BackgroundSaver | None:
+    """What writes the running session's checkpoints, where upstream does not."""
+    return current_session().saver
 
 
 def build_dataset(host_cfg: Any, upstream: Any) -> Any:

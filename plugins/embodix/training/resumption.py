@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from lerobot.configs.train import TrainPipelineConfig
 
@@ -91,6 +90,7 @@ class Continuity:
     Args:
         config: the resolved Hydra config.
         resumption: None for a run from its beginning.
+        num_ranks: that have samples of their own.
     """
 
     def __init__(
@@ -99,9 +99,10 @@ class Continuity:
         config: Mapping[str, Any],
         selection: FeatureSelection,
         resumption: Resumption | None,
+        num_ranks: int,
     ) -> None:
         self._host_cfg, self._config, self._selection = host_cfg, config, selection
-        self._resumption = resumption
+        self._resumption, self._num_ranks = resumption, num_ranks
         self._data: dict[str, Any] = {}
         self._accepted: list[dict[str, Any]] = []
 
@@ -125,7 +126,7 @@ class Continuity:
             self._config,
             self._host_cfg.to_dict(),
             self._data,
-            PartialState().num_processes,
+            self._num_ranks,
             AcceleratorState().mixed_precision,
             composes_batches(self._selection),
         )

@@ -42,6 +42,7 @@ from embodix.training.run_data import require_trainable_dataset
 from embodix.training.run_folder import owned_folder
 from embodix.training.schedule import RunSchedule, fresh_schedule, resumed_schedule
 from embodix.training.session import TrainingSession
+from embodix.training.stopped import RunInterrupted
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -207,7 +208,11 @@ def _train(session: TrainingSession, evaluation: CheckpointEvaluation | None) ->
     require_one_run(accelerator.state.num_processes, launched_processes())
     host_cfg.output_dir = Path(broadcast_object_list([str(host_cfg.output_dir)])[0])  # each rank resolved its own time
     try:
-        train(host_cfg, accelerator=accelerator)
+        try:
+            train(host_cfg, accelerator=accelerator)
+        except RunInterrupted:
+            session.training_ends()
+            raise
         if session.interruption is not None:
             session.interruption.release()  # no step is left to be finished while evaluations are waited for
         if evaluation is not None:

@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from lerobot.configs.train import TrainPipelineConfig
+from lerobot.utils.train_utils import get_step_checkpoint_dir
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodix import patching
@@ -31,6 +32,7 @@ from embodix.policies.support import support_of
 from embodix.report.manifest import collect_manifest
 from embodix.report.steps import StepRecord, append_step
 from embodix.training.accelerator import StepClock
+from embodix.training.background_saving import BackgroundSaver, saves_parts
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation
 from embodix.training.composition import Composition
 from embodix.training.features import FeatureSelection, InstalledFeatures, install_features
@@ -43,6 +45,7 @@ from embodix.training.memory import peak_memory
 from embodix.training.resumption import Continuity, Resumption
 from embodix.training.run_data import RunData, read_choices
 from embodix.training.schedule import RunSchedule
+from embodix.training.sharded_resume import placed_state, take_over
 from embodix.training.step_totals import StepTotals
 from embodix.training.stopped import RunInterrupted
 
@@ -111,7 +114,9 @@ class TrainingSession:
         self.flops_per_step: int | None = None
         self._synchronize = synchronize
         self._count_flops_at = count_flops_at
-        self.continuity = Continuity(host_cfg, config, selection, resumption)
+        self.parallel = parallel or ParallelChoice()
+        num_batches = self.parallel.layout.num_batches
+        self.continuity = Continuity(host_cfg, config, selection, resumption, num_batches)
         self._step = resumption.step + 1 if resumption else 1
         self._check_reference = check_reference
         self._first_batch: FirstBatch | None = None
@@ -120,9 +125,10 @@ class TrainingSession:
         self._evaluation = evaluation
         self.interruption = interruption
         self.schedule = schedule or RunSchedule(host_cfg.steps)
-        self.parallel = parallel or ParallelChoice()
         self.placement: Placement | None = None
         self._effective: dict[str, Any] = {}
+        self._resumed_from = resumption.folder if resumption else None
+        self._saver: BackgroundSaver | None = None
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
         self._samples: StepSamples | None = None
@@ -139,6 +145,11 @@ class TrainingSession:
     def activate(self) -> None:
         """Make this the session of the calling thread."""
         _current.set(self)
+
+    @property
+    def saver(self) -> BackgroundSaver | None:
+        """What writes checkpoints of which each rank has a part; None where upstream writes them."""
+        return self._saver
 
     def dataset_built(self) -> None:
         """The data set is there and the policy is not.
@@ -202,6 +213,11 @@ class TrainingSession:
         """The loader and the scheduler that upstream's loop uses, from those that accelerate prepared."""
         self.optimizer = optimizer
         self._require_effective()
+        if self._resumed_from is not None:
+            take_over(self._resumed_from, self.policy, optimizer, self.placement, self.accelerator)
+        if saves_parts(self.config["checkpoint"], self.parallel.layout):
+            most = self.config["checkpoint"]["most_failures"]
+            self._saver = BackgroundSaver(self.accelerator, most, self.checkpoint_finished)
         self.schedule.adjust(scheduler, self.host_cfg)
         if self.composition is not None:
             self.composition.wrap_forward(policy, self.clock.end)
@@ -295,7 +311,9 @@ class TrainingSession:
         self.records.append(record)
         if self._totals is not None and self._totals.interrupted:
             self.host_cfg.save_freq = SaveNow(self.host_cfg.save_freq)
-        self._require_finite_checkpoint()
+        if self._saves_now():
+            self._require_finite_checkpoint()
+            self._begin_saving()
         if self.accelerator.is_main_process:
             append_step(self.output_dir / STEPS_FILE, record)
             if self._on_step is not None:
@@ -305,17 +323,38 @@ class TrainingSession:
             self.composition.step_ended()
         self._compare_with_reference()
         self._keep_gemm_table()
+        if self._saver is not None:
+            self._saver.tell()
         if self._evaluation is not None:
             self._evaluation.poll()
 
-    def _require_finite_checkpoint(self) -> None:
-        """Where upstream's loop is about to save; every rank looks, so that all end together."""
+    def _saves_now(self) -> bool:
+        """Whether upstream's loop is about to save."""
         cfg = self.host_cfg
-        if cfg.save_checkpoint and (self._step % cfg.save_freq == 0 or self._step == cfg.steps):
-            problem = non_finite_state(self._step, self.policy.named_parameters(), self.optimizer)
-            found = [problem] if self.accelerator.state.num_processes == 1 else gather_object([problem])
-            if problems := [problem for problem in found if problem is not None]:
-                raise NonFiniteError(problems[0])
+        return bool(cfg.save_checkpoint and (self._step % cfg.save_freq == 0 or self._step == cfg.steps))
+
+    def _require_finite_checkpoint(self) -> None:
+        """Every rank looks, so that all end together."""
+        problem = non_finite_state(self._step, self.policy.named_parameters(), self.optimizer)
+        found = [problem] if self.accelerator.state.num_processes == 1 else gather_object([problem])
+        if problems := [problem for problem in found if problem is not None]:
+            raise NonFiniteError(problems[0])
+
+    def _begin_saving(self) -> None:
+        """Each rank its part; upstream's loop enters its own saving in the first rank alone."""
+        if self._saver is None:
+            return
+        place = get_step_checkpoint_dir(self.output_dir, self.host_cfg.steps, self._step)
+        self._saver.begin(place, placed_state(self.policy, self.optimizer, self.placement))
+
+    def training_ends(self) -> None:
+        """Wait for the checkpoint that is being written; every rank must call.
+
+        Raises:
+            RunStoppedError: the run has ended and its last checkpoint could not be written.
+        """
+        if self._saver is not None:
+            self._saver.settle(last=True)
 
     def checkpoint_finished(self, checkpoint_dir: Path) -> None:
         """A checkpoint is complete and in its place."""
@@ -377,6 +416,8 @@ class TrainingSession:
         """Write the final manifest and give upstream's policy back its own methods, and Ctrl-C to Python."""
         if self.interruption is not None:
             self.interruption.release()
+        if self._saver is not None:
+            self._saver.wait()
         if self.features is None:
             return
         if self.accelerator.is_main_process:
