@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from lerobot.configs.train import TrainPipelineConfig
+from lerobot.utils.random_utils import deserialize_rng_state, serialize_rng_state
 from lerobot.utils.train_utils import get_step_checkpoint_dir
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,7 +46,7 @@ from embodix.training.memory import peak_memory
 from embodix.training.resumption import Continuity, Resumption
 from embodix.training.run_data import RunData, read_choices
 from embodix.training.schedule import RunSchedule
-from embodix.training.sharded_resume import placed_state, take_over
+from embodix.training.sharded_resume import own_random_state, placed_state, take_over
 from embodix.training.step_totals import StepTotals
 from embodix.training.stopped import RunInterrupted
 
@@ -127,6 +128,7 @@ class TrainingSession:
         self.schedule = schedule or RunSchedule(host_cfg.steps)
         self.placement: Placement | None = None
         self._effective: dict[str, Any] = {}
+        self._random_state: dict[str, torch.Tensor] = {}
         self._resumed_from = resumption.folder if resumption else None
         self._saver: BackgroundSaver | None = None
         self.between_steps: Callable[[], None] | None = None
@@ -162,6 +164,8 @@ class TrainingSession:
     def policy_built(self, policy: Any, accelerator: Accelerator) -> None:
         self.policy = policy = bare_policy(policy)
         self.accelerator = accelerator
+        if self._resumed_from is not None:
+            self._random_state = serialize_rng_state()
         own_table = self.output_dir / GEMM_TABLE_FILE if self._step > 1 else None
         self.features = install_features(policy, self.selection, accelerator, gemm_table=own_table)
         composes = self.features.composer is not None
@@ -214,7 +218,7 @@ class TrainingSession:
         self.optimizer = optimizer
         self._require_effective()
         if self._resumed_from is not None:
-            take_over(self._resumed_from, self.policy, optimizer, self.placement, self.accelerator)
+            take_over(self._resumed_from, self.policy, optimizer, self.placement)
         if saves_parts(self.config["checkpoint"], self.parallel.layout):
             most = self.config["checkpoint"]["most_failures"]
             self._saver = BackgroundSaver(self.accelerator, most, self.checkpoint_finished)
@@ -242,7 +246,17 @@ class TrainingSession:
             remark = self._schedule_remark()
             if remark is not None:
                 logging.warning(remark)
+        self._restore_random_state()
         return loader, scheduler
+
+    def _restore_random_state(self) -> None:
+        """That of the checkpoint: accelerate draws a seed for the shuffle of several processes where it prepares them.
+
+        Each rank takes its own where the checkpoint has it.
+        """
+        if self._resumed_from is not None:
+            own = own_random_state(self._resumed_from, self.accelerator)
+            deserialize_rng_state(own or self._random_state)
 
     def _schedule_remark(self) -> str | None:
         pace = 1.0 if self.composition is None else self.composition.advances_a_step()

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from lerobot.utils.constants import TRAINING_STATE_DIR
-from lerobot.utils.random_utils import deserialize_rng_state
+from torch import Tensor
 
 from embodix.contracts import Placement
 from embodix.parallel.optimizer_state import named_optimizer_state, set_named_optimizer_state, state_like_parameters
@@ -48,10 +48,8 @@ def placed_state(policy: Any, optimizer: Any, placement: Placement | None) -> di
     return {"model": policy.state_dict(), "optimizer": named_optimizer_state(policy, plain)}
 
 
-def take_over(
-    checkpoint: Path, policy: Any, optimizer: Any, placement: Placement | None, accelerator: Accelerator
-) -> None:
-    """The optimizer's state and this rank's random state, once the policy is in place; every rank must call.
+def take_over(checkpoint: Path, policy: Any, optimizer: Any, placement: Placement | None) -> None:
+    """The optimizer's state, once the policy is in place; every rank must call.
 
     Args:
         checkpoint: its folder; nothing happens where upstream wrote it from a whole policy.
@@ -66,9 +64,18 @@ def take_over(
     folder = state_folder / FOLDER
     if placement is not None:
         placement.load_optimizer(load_optimizer_state(folder, placement.optimizer_template))
-    else:
-        state = load_optimizer_state(folder, state_like_parameters(policy))
-        set_named_optimizer_state(policy, getattr(optimizer, "optimizer", optimizer), state)
-    random_state = load_random_state(folder, accelerator.process_index, accelerator.num_processes)
-    if random_state is not None:
-        deserialize_rng_state(random_state)
+        return
+    state = load_optimizer_state(folder, state_like_parameters(policy))
+    set_named_optimizer_state(policy, getattr(optimizer, "optimizer", optimizer), state)
+
+
+def own_random_state(checkpoint: Path, accelerator: Accelerator) -> dict[str, Tensor] | None:
+    """This rank's random state; None where the checkpoint has only that of the first, or of another number of ranks.
+
+    Raises:
+        ValueError: the files are damaged.
+    """
+    state_folder = checkpoint / TRAINING_STATE_DIR
+    if not holds_sharded_state(state_folder):
+        return None
+    return load_random_state(state_folder / FOLDER, accelerator.process_index, accelerator.num_processes)
