@@ -47,6 +47,7 @@ def register_parallel_strategies() -> list[Registration]:
         Registration("single", f"{replicated}:SingleStrategy", "one process"),
         Registration("ddp", f"{replicated}:DataParallelStrategy", "a copy of the policy in each process"),
         Registration("fsdp2", f"{mesh}:FullyShardedStrategy", "parameters and optimizer cut across processes (FSDP2)"),
+        Registration("pipeline", "embodix.parallel.pipeline:PipelineStrategy", "each process holds some layers (1F1B)"),
     ]
 
 

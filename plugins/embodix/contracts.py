@@ -409,6 +409,18 @@ class PolicySupport:
         """
         raise self._not_offered("a plan of how its layers are cut", "parallel=fsdp2")
 
+    def pipeline_stages(self, policy: Any, num_stages: int) -> PipelineStages:
+        """Its training step in stages that ranks compute one after the other, cut so that they weigh alike.
+
+        Args:
+            policy: with its fast path in place.
+
+        Raises:
+            NotOfferedError: not known.
+            ValueError: fewer layers than stages.
+        """
+        raise self._not_offered("stages", "parallel=fsdp2")
+
     # costs
 
     def sample_layout(self, policy: Any) -> SampleLayout | None:
@@ -914,6 +926,46 @@ class TensorPlan:
     heads: Mapping[str, str] = field(default_factory=dict)
 
 
+class PipelineStages(Protocol):
+    """A policy's training step in stages. Every rank of a pipeline prepares the same micro-batches with the same random
+    draws; what has parameters is computed by the stage that holds them.
+
+    Attributes:
+        cut: which layers each stage has, in words.
+    """
+
+    cut: str
+
+    @property
+    def parameters(self) -> Sequence[frozenset[str]]:
+        """Names of those that each stage holds; each of the policy's is in one."""
+        ...
+
+    def prepare(self, batch: Mapping[str, Any]) -> Any:
+        """A micro-batch with all that needs no parameters, its random draws included."""
+        ...
+
+    def counts(self, prepared: Any) -> TokenCounts:
+        """Its tokens."""
+        ...
+
+    def sent(self, stage: int, prepared: Any) -> tuple[Tensor, ...]:
+        """Tensors on the meta device like those that ``compute`` of a stage gives."""
+        ...
+
+    def compute(self, stage: int, prepared: Any, *received: Tensor) -> tuple[Tensor, ...]:
+        """What a stage gives, contiguous: to the next, or from the last one to ``loss``.
+
+        Args:
+            received: from the stage before; nothing for the first.
+        """
+        ...
+
+    def loss(self, prepared: Any, *output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The policy's loss of what the last stage gives, and what is logged of it."""
+        ...
+
+
 @dataclass(frozen=True)
 class RunTraits:
     """What of a run decides whether a parallel strategy can train it.
@@ -931,6 +983,8 @@ class RunTraits:
         batch_size: samples of one rank's step.
         evaluates_in_loop: upstream evaluates the policy between steps, in the first rank.
         clips_nothing: the optimizer's ``grad_clip_norm`` is 0, so that upstream's loop takes the norm by itself.
+        bins_per_step: micro-batches of a rank's step.
+        num_shapes: that a packer for fixed shapes computes micro-batches in; None for any.
         checkpoint_format: ``checkpoint.format``; None where no checkpoint is saved.
         publishes: what upstream does with a whole policy in the first rank when it saves or ends, as an override.
         patches: names of those in force.
@@ -948,6 +1002,8 @@ class RunTraits:
     batch_size: int
     evaluates_in_loop: bool = False
     clips_nothing: bool = False
+    bins_per_step: int = 1
+    num_shapes: int | None = None
     checkpoint_format: str | None = "auto"
     publishes: str | None = None
     patches: tuple[str, ...] = ()
@@ -958,7 +1014,7 @@ class PlacedBytes:
     """Bytes of one rank.
 
     Attributes:
-        sharded: of parameters of which other ranks hold other parts.
+        sharded: of parameters of which other ranks hold other parts, or that ranks of other stages do not hold.
         replicated: of parameters that each rank holds whole.
         optimizer: of the optimizer's state, 0 before its first step.
         total: of all parameters of the policy as one process holds them.
@@ -1008,8 +1064,9 @@ class Placement(Protocol):
         checkpoints: sharded tensors are DTensors. Every rank must ask."""
         ...
 
-    def optimizer_template(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """An empty tensor like this rank's part of a tensor of ``state()["optimizer"]``, for reading into.
+    def optimizer_template(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """An empty tensor like this rank's part of a tensor of ``state()["optimizer"]``, for reading into; None where
+        it holds nothing of it.
 
         Args:
             name: of the parameter.
@@ -1023,6 +1080,35 @@ class Placement(Protocol):
 
     def release(self) -> None:
         """Give the policy back what was put on it, at the end of the run."""
+        ...
+
+
+@dataclass(frozen=True)
+class ComputedPart:
+    """A micro-batch whose forward and backward are done.
+
+    Attributes:
+        loss: its value, without a graph.
+        logged: as the policy's ``forward`` gives it.
+        counts: of its tokens.
+    """
+
+    loss: Tensor
+    logged: dict[str, Any]
+    counts: TokenCounts
+
+
+@runtime_checkable
+class ComputesWholeSteps(Protocol):
+    """A placement that runs forward and backward of a step's micro-batches together; its ``backward`` does nothing."""
+
+    def forward_step(self, parts: Sequence[Mapping[str, Any]]) -> Sequence[ComputedPart]:
+        """All micro-batches of a step, forward and backward, their gradients averaged over the ranks that have samples
+        of their own; every rank must call.
+
+        Raises:
+            ValueError: micro-batches that can't be computed together; nothing has been computed then.
+        """
         ...
 
 
