@@ -401,8 +401,8 @@ class PolicySupport:
         """
         raise self._not_offered("units to shard", "parallel=ddp")
 
-    def tensor_plan(self, policy: Any) -> TensorPlan:
-        """How its layers are cut across ranks.
+    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+        """How its layers are cut across so many ranks.
 
         Raises:
             NotOfferedError: not known.
@@ -896,22 +896,32 @@ class ShardUnit:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How the layers of a policy are cut across ranks that share every layer. Paths are patterns of module paths.
+    """How the layers of a policy are cut across ranks that share every layer.
+
+    Paths are patterns, as of ``fnmatch``, of the paths of modules; each must match one at least. Every rank has the
+    same input. Where a layer's output is a part, what follows computes on that part.
 
     Attributes:
-        columns: linear layers whose output features are cut, heads whole; what follows computes on the part.
-        rows: linear layers whose input features are cut; their outputs are summed.
-        vocabulary: embeddings whose rows are cut; their outputs are summed.
-        partial_gradients: linear layers that every rank computes whole and whose output is read by cut heads: the
-            gradient of their output is summed over the ranks.
-        heads: module -> attribute that counts its heads, which every rank has a part of.
+        columns: linear layers whose output features are cut, each rank keeping its part of the output.
+        rows: linear layers whose input features are cut, and come cut; the ranks' outputs are summed.
+        rows_of_whole: the same where the input comes whole.
+        gathered_columns: linear layers and embeddings whose output features are cut, and gathered.
+        shared_columns: the same, whose gathered output is read by what is cut, as key/value heads by the query heads of
+            each rank: the gradients of the output are summed.
+        summed_parameters: patterns of parameters that every rank holds whole and reads with what is cut: their
+            gradients are summed.
+        heads: module -> attribute that counts heads of which every rank has a part.
+        counts: what must be divisible by the number of ranks, in words -> how many there are.
     """
 
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
-    vocabulary: tuple[str, ...] = ()
-    partial_gradients: tuple[str, ...] = ()
+    rows_of_whole: tuple[str, ...] = ()
+    gathered_columns: tuple[str, ...] = ()
+    shared_columns: tuple[str, ...] = ()
+    summed_parameters: tuple[str, ...] = ()
     heads: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from embodix.contracts import (
     SampleShape,
     ShardUnit,
     ShortenedTask,
+    TensorPlan,
 )
 
 if TYPE_CHECKING:
@@ -115,6 +116,11 @@ class Pi05(PolicySupport):
         from embodix_pi05.sharding import shard_units
 
         return shard_units(policy)
+
+    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+        from embodix_pi05.sharding import tensor_plan
+
+        return tensor_plan(policy, num_ranks)
 
     def sample_layout(self, policy: Any) -> SampleLayout:
         from embodix_pi05.counting import sample_layout
