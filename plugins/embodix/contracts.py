@@ -383,6 +383,15 @@ class PolicySupport:
 
     # parallel training
 
+    def unread_parameters(self, policy: Any) -> Sequence[str]:
+        """Parameters that get no gradient from the packed computation, in any batch, by name; so that copies of the
+        policy need not search for them in every step.
+
+        Raises:
+            NotOfferedError: not known.
+        """
+        raise self._not_offered("the parameters that nothing reads", "packing=none")
+
     def shard_units(self, policy: Any) -> Sequence[ShardUnit]:
         """What is gathered together where parameters are sharded, in the order of the forward pass; what no unit holds
         is gathered for the whole pass. Layers that one function computes together are one unit.
@@ -922,6 +931,9 @@ class RunTraits:
         batch_size: samples of one rank's step.
         evaluates_in_loop: upstream evaluates the policy between steps, in the first rank.
         clips_nothing: the optimizer's ``grad_clip_norm`` is 0, so that upstream's loop takes the norm by itself.
+        checkpoint_format: ``checkpoint.format``; None where no checkpoint is saved.
+        publishes: what upstream does with a whole policy in the first rank when it saves or ends, as an override.
+        patches: names of those in force.
     """
 
     support: PolicySupport
@@ -936,6 +948,9 @@ class RunTraits:
     batch_size: int
     evaluates_in_loop: bool = False
     clips_nothing: bool = False
+    checkpoint_format: str | None = "auto"
+    publishes: str | None = None
+    patches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,11 @@ class GrootN15(PolicySupport):
 
         return GrootFlow(policy, settings)
 
+    def unread_parameters(self, policy: Any) -> Sequence[str]:
+        from embodix_groot.sharding import unread_parameters
+
+        return unread_parameters(policy)
+
     def shard_units(self, policy: Any) -> Sequence[ShardUnit]:
         from embodix_groot.sharding import shard_units
 

@@ -33,3 +33,8 @@ def _depth(policy: Any, stack: str) -> int:
     except AttributeError:
         return 0
     return len(layers) if isinstance(layers, nn.ModuleList) else 0
+
+
+def unread_parameters(policy: Any) -> list[str]:
+    """The head of the language model."""
+    return [name for name, _ in policy.named_parameters() if name.startswith(f"{_LANGUAGE}.lm_head.")]

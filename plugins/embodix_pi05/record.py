@@ -106,6 +106,11 @@ class Pi05(PolicySupport):
 
         return Pi05Flow(policy, settings)
 
+    def unread_parameters(self, policy: Any) -> Sequence[str]:
+        from embodix_pi05.sharding import unread_parameters
+
+        return unread_parameters(policy)
+
     def shard_units(self, policy: Any) -> Sequence[ShardUnit]:
         from embodix_pi05.sharding import shard_units
 

@@ -24,3 +24,12 @@ def shard_units(policy: Any) -> list[ShardUnit]:
     heads = [f"{_WITH_EXPERT}.{part}.lm_head" for part in ("paligemma", "gemma_expert")]
     alone = [ShardUnit((path,), path) for path in (*tower, f"{_LANGUAGE}.embed_tokens", *heads)]
     return [*alone, *(ShardUnit(pair, pair[0]) for pair in joint)]
+
+
+def unread_parameters(policy: Any) -> list[str]:
+    """The heads, and of the language model what only its own output would need: in the last layer all behind keys and
+    values but the query projection, whose gradient is zero, and the norm after it."""
+    last = f"{_LANGUAGE}.layers.{len(policy.get_submodule(_LANGUAGE).layers) - 1}"
+    unread = (f"{last}.self_attn.o_proj.", f"{last}.mlp.", f"{last}.post_attention_layernorm.", f"{_LANGUAGE}.norm.")
+    heads = tuple(f"{_WITH_EXPERT}.{part}.lm_head." for part in ("paligemma", "gemma_expert"))
+    return [name for name, _ in policy.named_parameters() if name.startswith((*unread, *heads))]
