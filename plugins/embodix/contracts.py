@@ -1069,6 +1069,57 @@ class ParallelStrategy(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StepUse:
+    """What one training step of a policy enters and trains, as counted on the meta device.
+
+    Attributes:
+        gradients: names of the parameters that get a gradient.
+        entered: entries of units that the forward pass calls, and whether the backward pass comes back to them.
+    """
+
+    gradients: frozenset[str]
+    entered: Mapping[str, bool]
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank, counted from the shapes of a policy before there are ranks.
+
+    Attributes:
+        placed: what it holds after its first step with AdamW.
+        gradients: between two steps' ends, of the parts that it holds.
+        exchange: held beside them for the exchange with other ranks, at most.
+        sent: in words -> bytes that it sends in one step, each of N ranks sending 1/N of what goes around a ring.
+    """
+
+    placed: PlacedBytes
+    gradients: int
+    exchange: int
+    sent: Mapping[str, int]
+
+    @property
+    def held(self) -> int:
+        """All but activations."""
+        placed = self.placed
+        return placed.sharded + placed.replicated + placed.optimizer + self.gradients + self.exchange
+
+
+@runtime_checkable
+class CountsRankBytes(Protocol):
+    """A parallel strategy that tells what a rank will hold and send, for ``lerobot plan``."""
+
+    def rank_bytes(
+        self, policy: Any, layout: RankLayout, support: PolicySupport, use: StepUse, rank: int = 0
+    ) -> RankBytes:
+        """Of one rank, by the shapes of a policy that may be on the meta device; the first rank holds most.
+
+        Raises:
+            NotOfferedError: the policy's record does not say what the strategy needs.
+        """
+        ...
+
+
 # --- runners ----------------------------------------------------------------------------------------------------------
 
 
