@@ -401,8 +401,8 @@ class PolicySupport:
         """
         raise self._not_offered("units to shard", "parallel=ddp")
 
-    def tensor_plan(self, policy: Any) -> TensorPlan:
-        """How its layers are cut across ranks.
+    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+        """How its layers are cut across so many ranks.
 
         Raises:
             NotOfferedError: not known.
@@ -908,22 +908,32 @@ class ShardUnit:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How the layers of a policy are cut across ranks that share every layer. Paths are patterns of module paths.
+    """How the layers of a policy are cut across ranks that share every layer.
+
+    Paths are patterns, as of ``fnmatch``, of the paths of modules; each must match one at least. Every rank has the
+    same input. Where a layer's output is a part, what follows computes on that part.
 
     Attributes:
-        columns: linear layers whose output features are cut, heads whole; what follows computes on the part.
-        rows: linear layers whose input features are cut; their outputs are summed.
-        vocabulary: embeddings whose rows are cut; their outputs are summed.
-        partial_gradients: linear layers that every rank computes whole and whose output is read by cut heads: the
-            gradient of their output is summed over the ranks.
-        heads: module -> attribute that counts its heads, which every rank has a part of.
+        columns: linear layers whose output features are cut, each rank keeping its part of the output.
+        rows: linear layers whose input features are cut, and come cut; the ranks' outputs are summed.
+        rows_of_whole: the same where the input comes whole.
+        gathered_columns: linear layers and embeddings whose output features are cut, and gathered.
+        shared_columns: the same, whose gathered output is read by what is cut, as key/value heads by the query heads of
+            each rank: the gradients of the output are summed.
+        summed_parameters: patterns of parameters that every rank holds whole and reads with what is cut: their
+            gradients are summed.
+        heads: module -> attribute that counts heads of which every rank has a part.
+        counts: what must be divisible by the number of ranks, in words -> how many there are.
     """
 
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
-    vocabulary: tuple[str, ...] = ()
-    partial_gradients: tuple[str, ...] = ()
+    rows_of_whole: tuple[str, ...] = ()
+    gathered_columns: tuple[str, ...] = ()
+    shared_columns: tuple[str, ...] = ()
+    summed_parameters: tuple[str, ...] = ()
     heads: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 class PipelineStages(Protocol):
@@ -1141,6 +1151,57 @@ class ParallelStrategy(Protocol):
         """Spread a policy, with its fast path installed, and its optimizer; collective over all ranks.
 
         The optimizer's state, where it has one from a checkpoint, is taken over. None leaves both to the host.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StepUse:
+    """What one training step of a policy enters and trains, as counted on the meta device.
+
+    Attributes:
+        gradients: names of the parameters that get a gradient.
+        entered: entries of units that the forward pass calls, and whether the backward pass comes back to them.
+    """
+
+    gradients: frozenset[str]
+    entered: Mapping[str, bool]
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank, counted from the shapes of a policy before there are ranks.
+
+    Attributes:
+        placed: what it holds after its first step with AdamW.
+        gradients: between two steps' ends, of the parts that it holds.
+        exchange: held beside them for the exchange with other ranks, at most.
+        sent: in words -> bytes that it sends in one step, each of N ranks sending 1/N of what goes around a ring.
+    """
+
+    placed: PlacedBytes
+    gradients: int
+    exchange: int
+    sent: Mapping[str, int]
+
+    @property
+    def held(self) -> int:
+        """All but activations."""
+        placed = self.placed
+        return placed.sharded + placed.replicated + placed.optimizer + self.gradients + self.exchange
+
+
+@runtime_checkable
+class CountsRankBytes(Protocol):
+    """A parallel strategy that tells what a rank will hold and send, for ``lerobot plan``."""
+
+    def rank_bytes(
+        self, policy: Any, layout: RankLayout, support: PolicySupport, use: StepUse, rank: int = 0
+    ) -> RankBytes:
+        """Of one rank, by the shapes of a policy that may be on the meta device; the first rank holds most.
+
+        Raises:
+            NotOfferedError: the policy's record does not say what the strategy needs.
         """
         ...
 

@@ -15,6 +15,7 @@ from embodix.contracts import (
     SampleShape,
     ShardUnit,
     ShortenedTask,
+    TensorPlan,
 )
 
 if TYPE_CHECKING:
@@ -116,6 +117,11 @@ class Pi05(PolicySupport):
         from embodix_pi05.sharding import shard_units
 
         return shard_units(policy)
+
+    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+        from embodix_pi05.sharding import tensor_plan
+
+        return tensor_plan(policy, num_ranks)
 
     def pipeline_stages(self, policy: Any, num_stages: int) -> Pi05Stages:
         from embodix_pi05.stages import Pi05Stages
