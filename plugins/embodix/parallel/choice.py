@@ -103,8 +103,8 @@ def _common_faults(name: str, run: RunTraits, layout: RankLayout) -> Iterator[st
         )
     if run.checkpoint_format == "sharded" and run.adapters:
         yield (
-            "checkpoint.format=sharded writes every weight, and a checkpoint of adapters has theirs alone; got peft=lora. "
-            "Choose checkpoint.format=upstream."
+            "checkpoint.format=sharded writes every weight, and a checkpoint of adapters has theirs alone; got "
+            "peft=lora. Choose checkpoint.format=upstream."
         )
     if not cuts:
         return
