@@ -1122,6 +1122,16 @@ class ComputesWholeSteps(Protocol):
         ...
 
 
+@runtime_checkable
+class TellsNeeds(Protocol):
+    """A registered strategy's class that needs more than an install of embodix brings, for ``embodix doctor``."""
+
+    @staticmethod
+    def needs() -> str | None:
+        """What is missing here and how to get it, None where nothing is; looked for without importing it."""
+        ...
+
+
 class ParallelStrategy(Protocol):
     """How a training step is spread over processes (hook ``register_parallel_strategies``).
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from embodix.contracts import PlacedBytes, RankLayout
 from embodix.parallel.gradient_norm import CLIP_EPS
 from embodix.parallel.optimizer_state import named_optimizer_state, optimizer_bytes
-from embodix_deepspeed.fragments import gathered, whole_shape
+from embodix_deepspeed.fragments import whole_shape
 from embodix_deepspeed.library import load_deepspeed
 from embodix_deepspeed.optimizer_parts import OptimizerParts, cut
 from embodix_deepspeed.stepping import ZeroStep
@@ -95,11 +95,12 @@ class ZeroPlacement:
 
     def placed_bytes(self) -> PlacedBytes:
         cut_bytes = whole_bytes = 0
+        parameter: Any
         for parameter in self._bare.parameters():
             if self._stage < 3 or getattr(parameter, "ds_persist", False):
                 whole_bytes += whole_shape(parameter).numel() * parameter.element_size()
             else:
-                cut_bytes += parameter.ds_tensor.numel() * parameter.element_size()
+                cut_bytes += parameter.partition_numel() * parameter.element_size()
         masters = sum(flat.numel() * flat.element_size() for flat in self._parts.flats())
         return PlacedBytes(cut_bytes, whole_bytes, masters + optimizer_bytes(self._client), self._total)
 
@@ -144,8 +145,8 @@ def require_float32(policy: nn.Module, stage: int) -> None:
     others = sorted({str(p.dtype) for p in policy.parameters() if p.dtype != torch.float32})
     if others:
         raise ValueError(
-            f"parallel=zero{stage} steps float32 parameters; got some in {', '.join(others)}. Set policy.dtype=float32, "
-            "or choose parallel=fsdp2."
+            f"parallel=zero{stage} steps float32 parameters; got some in {', '.join(others)}. Set policy.dtype=float32, or "
+            "choose parallel=fsdp2."
         )
 
 

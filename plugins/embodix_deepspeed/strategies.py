@@ -20,6 +20,10 @@ class Zero1Strategy:
     name = "zero1"
     stage = 1
 
+    @staticmethod
+    def needs() -> str | None:
+        return why_missing()
+
     def layout(self, num_processes: int) -> RankLayout:
         if num_processes < 2:
             raise ValueError(
