@@ -145,8 +145,8 @@ def require_float32(policy: nn.Module, stage: int) -> None:
     others = sorted({str(p.dtype) for p in policy.parameters() if p.dtype != torch.float32})
     if others:
         raise ValueError(
-            f"parallel=zero{stage} steps float32 parameters; got some in {', '.join(others)}. Set policy.dtype=float32, or "
-            "choose parallel=fsdp2."
+            f"parallel=zero{stage} steps float32 parameters; got some in {', '.join(others)}. Set "
+            "policy.dtype=float32, or choose parallel=fsdp2."
         )
 
 

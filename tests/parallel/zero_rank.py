@@ -85,11 +85,12 @@ def decayed(case: Case, name: str) -> Mapping[str, Any]:
 
 def step_on(placement: Any, case: Case, step: int, num_parts: int = 1) -> float:
     """One step over micro-batches, whose gradients are exchanged with the last."""
+    bare = placement.policy.module if hasattr(placement.policy, "module") else placement.policy
     losses = []
     for part in range(num_parts):
         alone = part < num_parts - 1
         with placement.no_sync() if alone else nullcontext():
-            batch = rank_batch(case, placement.policy, step, num_parts * dist.get_rank() + part)
+            batch = rank_batch(case, bare, step, num_parts * dist.get_rank() + part)
             loss = placement.policy.forward(batch)[0] / num_parts
             placement.backward(loss)
         losses.append(mean_loss(loss))
