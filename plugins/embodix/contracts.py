@@ -383,6 +383,15 @@ class PolicySupport:
 
     # parallel training
 
+    def unread_parameters(self, policy: Any) -> Sequence[str]:
+        """Parameters that get no gradient from the packed computation, in any batch, by name; so that copies of the
+        policy need not search for them in every step.
+
+        Raises:
+            NotOfferedError: not known.
+        """
+        raise self._not_offered("the parameters that nothing reads", "packing=none")
+
     def shard_units(self, policy: Any) -> Sequence[ShardUnit]:
         """What is gathered together where parameters are sharded, in the order of the forward pass; what no unit holds
         is gathered for the whole pass. Layers that one function computes together are one unit.
@@ -392,8 +401,8 @@ class PolicySupport:
         """
         raise self._not_offered("units to shard", "parallel=ddp")
 
-    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
-        """How its layers are cut across so many ranks.
+    def tensor_plan(self, policy: Any) -> TensorPlan:
+        """How its layers are cut across ranks.
 
         Raises:
             NotOfferedError: not known.
@@ -897,8 +906,10 @@ class TensorPlan:
         rows: linear layers whose input features are cut, and come cut; the ranks' outputs are summed.
         rows_of_whole: the same where the input comes whole.
         gathered_columns: linear layers and embeddings whose output features are cut, and gathered.
-        shared_columns: the same, whose gathered output is read by what is cut, as key/value heads by the query heads of
-            each rank: the gradients of the output are summed.
+        gathered_modules: modules of another kind, made of torch's operations: their parameters are cut along the last
+            dimension, that of their output features, and their output is gathered.
+        shared_columns: as gathered columns, but the output is read by what is cut, as a key/value head by the query
+            heads of each rank: the gradients of the output are summed.
         summed_parameters: patterns of parameters that every rank holds whole and reads with what is cut: their
             gradients are summed.
         heads: module -> attribute that counts heads of which every rank has a part.
@@ -909,6 +920,7 @@ class TensorPlan:
     rows: tuple[str, ...] = ()
     rows_of_whole: tuple[str, ...] = ()
     gathered_columns: tuple[str, ...] = ()
+    gathered_modules: tuple[str, ...] = ()
     shared_columns: tuple[str, ...] = ()
     summed_parameters: tuple[str, ...] = ()
     heads: Mapping[str, str] = field(default_factory=dict)
@@ -932,6 +944,9 @@ class RunTraits:
         batch_size: samples of one rank's step.
         evaluates_in_loop: upstream evaluates the policy between steps, in the first rank.
         clips_nothing: the optimizer's ``grad_clip_norm`` is 0, so that upstream's loop takes the norm by itself.
+        checkpoint_format: ``checkpoint.format``; None where no checkpoint is saved.
+        publishes: what upstream does with a whole policy in the first rank when it saves or ends, as an override.
+        patches: names of those in force.
     """
 
     support: PolicySupport
@@ -946,6 +961,9 @@ class RunTraits:
     batch_size: int
     evaluates_in_loop: bool = False
     clips_nothing: bool = False
+    checkpoint_format: str | None = "auto"
+    publishes: str | None = None
+    patches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -128,15 +128,20 @@ class GrootN15(PolicySupport):
 
         return GrootFlow(policy, settings)
 
+    def unread_parameters(self, policy: Any) -> Sequence[str]:
+        from embodix_groot.sharding import unread_parameters
+
+        return unread_parameters(policy)
+
     def shard_units(self, policy: Any) -> Sequence[ShardUnit]:
         from embodix_groot.sharding import shard_units
 
         return shard_units(policy)
 
-    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+    def tensor_plan(self, policy: Any) -> TensorPlan:
         from embodix_groot.sharding import tensor_plan
 
-        return tensor_plan(policy, num_ranks)
+        return tensor_plan(policy)
 
     def sample_layout(self, policy: Any) -> SampleLayout:
         from embodix_groot.counting import sample_layout

@@ -107,15 +107,20 @@ class Pi05(PolicySupport):
 
         return Pi05Flow(policy, settings)
 
+    def unread_parameters(self, policy: Any) -> Sequence[str]:
+        from embodix_pi05.sharding import unread_parameters
+
+        return unread_parameters(policy)
+
     def shard_units(self, policy: Any) -> Sequence[ShardUnit]:
         from embodix_pi05.sharding import shard_units
 
         return shard_units(policy)
 
-    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+    def tensor_plan(self, policy: Any) -> TensorPlan:
         from embodix_pi05.sharding import tensor_plan
 
-        return tensor_plan(policy, num_ranks)
+        return tensor_plan(policy)
 
     def sample_layout(self, policy: Any) -> SampleLayout:
         from embodix_pi05.counting import sample_layout

@@ -84,6 +84,9 @@ def require_no_outside_choice(name: str) -> None:
             )
 
 
+SAVING_PATCH = "lerobot_atomic_checkpoint"
+
+
 def _common_faults(name: str, run: RunTraits, layout: RankLayout) -> Iterator[str]:
     """What no strategy can do where a rank holds a part of the policy only."""
     shares_samples = layout.num_batches < layout.num_processes
@@ -92,8 +95,29 @@ def _common_faults(name: str, run: RunTraits, layout: RankLayout) -> Iterator[st
             f"parallel={name} gives the same samples to {layout.num_processes // layout.num_batches} ranks, which a "
             "streamed data set can't; got dataset.streaming=true. Set it to false, or choose parallel=ddp."
         )
-    if layout.shard * layout.pipeline * layout.tensor == 1:
+    cuts = layout.shard * layout.pipeline * layout.tensor > 1
+    if (cuts or run.checkpoint_format == "sharded") and run.checkpoint_format and SAVING_PATCH not in run.patches:
+        yield (
+            f"Checkpoints of which each process writes its part need the patch {SAVING_PATCH}; got "
+            f"patches={', '.join(run.patches) or 'none'}. Choose patches=host_guards, or train.save_checkpoint=false."
+        )
+    if run.checkpoint_format == "sharded" and run.adapters:
+        yield (
+            "checkpoint.format=sharded writes every weight, and a checkpoint of adapters has theirs alone; got "
+            "peft=lora. Choose checkpoint.format=upstream."
+        )
+    if not cuts:
         return
+    if run.checkpoint_format == "upstream":
+        yield (
+            f"parallel={name} leaves no process with the whole policy that checkpoint.format=upstream saves. Choose "
+            "checkpoint.format=auto: plain LeRobot loads its pretrained_model, too."
+        )
+    if run.publishes is not None:
+        yield (
+            f"parallel={name} leaves no process with the whole policy that {run.publishes} uploads. Turn that off, and "
+            "upload pretrained_model of the last checkpoint when the run has ended."
+        )
     if run.adapters:
         yield (
             f"parallel={name} cuts parameters, and a checkpoint of adapters is written from whole ones; got peft=lora. "

@@ -7,6 +7,7 @@ rank ever holds more of it than its own part, or one tensor.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,6 +21,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from embodix.parallel.optimizer_state import SEPARATOR
 from embodix.tensor_file import TensorFileWriter, TensorSpec
+
+# One process alone reads and writes here on purpose.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 FOLDER = "sharded"  # in a checkpoint's training_state
 METADATA_FILE = ".metadata"  # DCP writes it last

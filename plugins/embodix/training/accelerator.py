@@ -28,7 +28,7 @@ from embodix.report.steps import PHASES
 class StepObserver(Protocol):
     """What a session does at the marks of upstream's loop."""
 
-    def policy_built(self, policy: Any, accelerator: Accelerator) -> None: ...
+    def policy_built(self, policy: Any, accelerator: ObservedAccelerator) -> None: ...
     def loader_built(self, loader: Any) -> Any: ...
     def place(self, policy: Any, optimizer: Any) -> Placement | None: ...
     def prepared(self, policy: Any, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any]: ...
@@ -108,6 +108,11 @@ class ObservedAccelerator(Accelerator):
         self._observer.backward_starts(loss)
         self.plain_backward(loss, **kwargs)
         self._observer.backward_ended()
+
+    def trust_all_used(self) -> None:
+        """Let DDP not search in every step for parameters that got no gradient: there is none."""
+        assert self.ddp_handler is not None
+        self.ddp_handler.find_unused_parameters = False
 
     def plain_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """``backward`` of a micro-batch that upstream's loop knows nothing of."""

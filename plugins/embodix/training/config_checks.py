@@ -61,6 +61,7 @@ GROUP_OPTIONS: Mapping[str, Sequence[str]] = {
     "sampling": ("window",),
 }
 LANGUAGES = ("per_sample", "upstream")
+CHECKPOINT_FORMATS = ("auto", "upstream", "sharded")
 
 
 def sound_host_config(cfg: DictConfig) -> TrainPipelineConfig:
@@ -86,7 +87,7 @@ def require_sound_config(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> None
         ValueError: every fault in a line, with the rule and what was got.
     """
     faults = [*_number_faults(cfg, host_cfg), *_group_faults(cfg), *_policy_faults(cfg, host_cfg)]
-    faults += [*_tokenizer_faults(cfg), *_statistics_faults(cfg, host_cfg)]
+    faults += [*_tokenizer_faults(cfg), *_statistics_faults(cfg, host_cfg), *_checkpoint_faults(cfg)]
     if faults:
         raise ValueError("\n".join(faults))
 
@@ -112,6 +113,14 @@ def _number_faults(cfg: DictConfig, host_cfg: TrainPipelineConfig) -> Iterator[s
         yield from _below("eval", host_cfg.eval, EVAL_LEAST)
     if host_cfg.seed is not None and not 0 <= host_cfg.seed <= MAX_SEED:
         yield f"train.seed lies between 0 and {MAX_SEED}, or is null; got {host_cfg.seed}."
+
+
+def _checkpoint_faults(cfg: DictConfig) -> Iterator[str]:
+    settings = cfg.checkpoint
+    if settings.format not in CHECKPOINT_FORMATS:
+        yield f"checkpoint.format is one of {', '.join(CHECKPOINT_FORMATS)}; got {settings.format!r}."
+    if settings.most_failures < 0:
+        yield f"checkpoint.most_failures must be at least 0; got {settings.most_failures}."
 
 
 def _below(node: str, settings: Any, least: Mapping[str, float]) -> Iterator[str]:

@@ -124,7 +124,17 @@ def run_traits(cfg: DictConfig, host_cfg: TrainPipelineConfig, selection: Featur
         batch_size=host_cfg.batch_size,
         evaluates_in_loop=cfg.evaluation.name == "upstream" and host_cfg.env is not None and host_cfg.eval_freq > 0,
         clips_nothing=optimizer.grad_clip_norm == 0,
+        checkpoint_format=cfg.checkpoint.format if host_cfg.save_checkpoint else None,
+        publishes=_publication(host_cfg),
+        patches=tuple(cfg.patches),
     )
+
+
+def _publication(host_cfg: TrainPipelineConfig) -> str | None:
+    if getattr(host_cfg.policy, "push_to_hub", False):
+        return "policy.push_to_hub=true"
+    uploads = host_cfg.wandb.enable and not host_cfg.wandb.disable_artifact and host_cfg.save_checkpoint
+    return "logging.options.disable_artifact=false" if uploads else None
 
 
 def select_features(cfg: DictConfig) -> FeatureSelection:

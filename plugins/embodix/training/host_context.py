@@ -119,7 +119,7 @@ def _policy_options(cfg: DictConfig) -> dict[str, dict[str, Any]]:
 
 def current_saver() -> BackgroundSaver | None:
     """What writes the running session's checkpoints, where upstream does not."""
-    return current_session().saver
+    return current_session().spread.saver
 
 
 def build_dataset(host_cfg: Any, upstream: Any) -> Any:

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from lerobot.configs.train import TrainPipelineConfig
-from lerobot.utils.random_utils import deserialize_rng_state, serialize_rng_state
 from lerobot.utils.train_utils import get_step_checkpoint_dir
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,14 +24,12 @@ from embodix import patching
 from embodix.contracts import BatchComposer, ChecksReference, Placement
 from embodix.data.streams import require_whole_epoch
 from embodix.parallel.choice import ParallelChoice
-from embodix.parallel.effective import described, rank_reports, require_effective
 from embodix.policies.adapters import bare_policy
 from embodix.policies.settings import ReferenceCheck, TokenCounts
 from embodix.policies.support import support_of
 from embodix.report.manifest import collect_manifest
 from embodix.report.steps import StepRecord, append_step
-from embodix.training.accelerator import StepClock
-from embodix.training.background_saving import BackgroundSaver, saves_parts
+from embodix.training.accelerator import ObservedAccelerator, StepClock
 from embodix.training.checkpoint_evaluation import CheckpointEvaluation
 from embodix.training.composition import Composition
 from embodix.training.features import FeatureSelection, InstalledFeatures, install_features
@@ -46,7 +42,7 @@ from embodix.training.memory import peak_memory
 from embodix.training.resumption import Continuity, Resumption
 from embodix.training.run_data import RunData, read_choices
 from embodix.training.schedule import RunSchedule
-from embodix.training.sharded_resume import own_random_state, placed_state, take_over
+from embodix.training.spread import SpreadRun
 from embodix.training.step_totals import StepTotals
 from embodix.training.stopped import RunInterrupted
 
@@ -79,7 +75,7 @@ class TrainingSession:
         parallel: how the run is spread; None for one process, or upstream's DDP.
 
     Attributes:
-        placement: of the policy, where a parallel strategy has taken it over.
+        spread: how it runs on its ranks.
         interruption: as given.
         between_steps: called before each batch is fetched, when no step is open; None for nothing.
     """
@@ -126,11 +122,8 @@ class TrainingSession:
         self._evaluation = evaluation
         self.interruption = interruption
         self.schedule = schedule or RunSchedule(host_cfg.steps)
-        self.placement: Placement | None = None
-        self._effective: dict[str, Any] = {}
-        self._random_state: dict[str, torch.Tensor] = {}
-        self._resumed_from = resumption.folder if resumption else None
-        self._saver: BackgroundSaver | None = None
+        resumed_from = resumption.folder if resumption else None
+        self.spread = SpreadRun(self.parallel, config["checkpoint"], resumed_from)
         self.between_steps: Callable[[], None] | None = None
         self._counter: FlopCounterMode | None = None
         self._samples: StepSamples | None = None
@@ -148,11 +141,6 @@ class TrainingSession:
         """Make this the session of the calling thread."""
         _current.set(self)
 
-    @property
-    def saver(self) -> BackgroundSaver | None:
-        """What writes checkpoints of which each rank has a part; None where upstream writes them."""
-        return self._saver
-
     def dataset_built(self) -> None:
         """The data set is there and the policy is not.
 
@@ -161,11 +149,9 @@ class TrainingSession:
         """
         self.continuity.dataset_built(self.data.dataset)
 
-    def policy_built(self, policy: Any, accelerator: Accelerator) -> None:
+    def policy_built(self, policy: Any, accelerator: ObservedAccelerator) -> None:
         self.policy = policy = bare_policy(policy)
         self.accelerator = accelerator
-        if self._resumed_from is not None:
-            self._random_state = serialize_rng_state()
         own_table = self.output_dir / GEMM_TABLE_FILE if self._step > 1 else None
         self.features = install_features(policy, self.selection, accelerator, gemm_table=own_table)
         composes = self.features.composer is not None
@@ -196,32 +182,13 @@ class TrainingSession:
     def place(self, policy: Any, optimizer: Any) -> Placement | None:
         """Spread the policy and its optimizer over the ranks; None leaves that to accelerate."""
         support = support_of(self.policy.config.type)
-        strategy, layout = self.parallel.strategy, self.parallel.layout
-        self.placement = strategy.place(policy, optimizer, self.accelerator.device, layout, support)
-        return self.placement
-
-    def _require_effective(self) -> None:
-        """What every rank has, before the first step.
-
-        Raises:
-            embodix.parallel.effective.NotAsRequestedError: it is not what the config asks for.
-        """
-        reports = rank_reports(self.policy, self.optimizer, self.placement, self.accelerator)
-        require_effective(self.parallel.name, self.parallel.layout, reports)
-        self._effective = described(self.parallel.name, self.parallel.layout, reports)
-        if len(reports) > 1 and self.accelerator.is_main_process:
-            for report in reports:
-                logging.info("%s", report.line)
+        packed = self.features is not None and self.features.installation is not None
+        return self.spread.place(policy, self.policy, optimizer, support, packed, self.accelerator)
 
     def prepared(self, policy: Any, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any]:
         """The loader and the scheduler that upstream's loop uses, from those that accelerate prepared."""
         self.optimizer = optimizer
-        self._require_effective()
-        if self._resumed_from is not None:
-            take_over(self._resumed_from, self.policy, optimizer, self.placement)
-        if saves_parts(self.config["checkpoint"], self.parallel.layout):
-            most = self.config["checkpoint"]["most_failures"]
-            self._saver = BackgroundSaver(self.accelerator, most, self.checkpoint_finished)
+        self.spread.placed(self.policy, optimizer, self.accelerator, self.checkpoint_finished)
         self.schedule.adjust(scheduler, self.host_cfg)
         if self.composition is not None:
             self.composition.wrap_forward(policy, self.clock.end)
@@ -246,17 +213,8 @@ class TrainingSession:
             remark = self._schedule_remark()
             if remark is not None:
                 logging.warning(remark)
-        self._restore_random_state()
+        self.spread.restore_random_state(self.accelerator)
         return loader, scheduler
-
-    def _restore_random_state(self) -> None:
-        """That of the checkpoint: accelerate draws a seed for the shuffle of several processes where it prepares them.
-
-        Each rank takes its own where the checkpoint has it.
-        """
-        if self._resumed_from is not None:
-            own = own_random_state(self._resumed_from, self.accelerator)
-            deserialize_rng_state(own or self._random_state)
 
     def _schedule_remark(self) -> str | None:
         pace = 1.0 if self.composition is None else self.composition.advances_a_step()
@@ -327,7 +285,8 @@ class TrainingSession:
             self.host_cfg.save_freq = SaveNow(self.host_cfg.save_freq)
         if self._saves_now():
             self._require_finite_checkpoint()
-            self._begin_saving()
+            place = get_step_checkpoint_dir(self.output_dir, self.host_cfg.steps, self._step)
+            self.spread.begin_saving(place, self.policy, self.optimizer)
         if self.accelerator.is_main_process:
             append_step(self.output_dir / STEPS_FILE, record)
             if self._on_step is not None:
@@ -337,8 +296,8 @@ class TrainingSession:
             self.composition.step_ended()
         self._compare_with_reference()
         self._keep_gemm_table()
-        if self._saver is not None:
-            self._saver.tell()
+        if self.spread.saver is not None:
+            self.spread.saver.tell()
         if self._evaluation is not None:
             self._evaluation.poll()
 
@@ -354,21 +313,13 @@ class TrainingSession:
         if problems := [problem for problem in found if problem is not None]:
             raise NonFiniteError(problems[0])
 
-    def _begin_saving(self) -> None:
-        """Each rank its part; upstream's loop enters its own saving in the first rank alone."""
-        if self._saver is None:
-            return
-        place = get_step_checkpoint_dir(self.output_dir, self.host_cfg.steps, self._step)
-        self._saver.begin(place, placed_state(self.policy, self.optimizer, self.placement))
-
     def training_ends(self) -> None:
-        """Wait for the checkpoint that is being written; every rank must call.
+        """Upstream's loop is over, or ended between two steps, on every rank.
 
         Raises:
-            RunStoppedError: the run has ended and its last checkpoint could not be written.
+            embodix.training.stopped.RunStoppedError: the last checkpoint could not be written.
         """
-        if self._saver is not None:
-            self._saver.settle(last=True)
+        self.spread.finish_saving()
 
     def checkpoint_finished(self, checkpoint_dir: Path) -> None:
         """A checkpoint is complete and in its place."""
@@ -418,7 +369,7 @@ class TrainingSession:
         assert self.features is not None
         schedule = {**asdict(self.schedule), "remark": self._schedule_remark()}
         settings: dict[str, Any] = {**self.features.describe(), "data": self.data.describe(), "schedule": schedule}
-        settings["parallel"] = self._effective
+        settings["parallel"] = self.spread.effective
         own_autocast = support_of(self.policy.config.type).own_autocast(self.policy.config)
         if own_autocast is not None:
             settings["own_autocast"] = own_autocast
@@ -430,8 +381,6 @@ class TrainingSession:
         """Write the final manifest and give upstream's policy back its own methods, and Ctrl-C to Python."""
         if self.interruption is not None:
             self.interruption.release()
-        if self._saver is not None:
-            self._saver.wait()
         if self.features is None:
             return
         if self.accelerator.is_main_process:
@@ -440,8 +389,7 @@ class TrainingSession:
             self.composition.release()
         if self._first_batch is not None:
             self._first_batch.release()
-        if self.placement is not None:
-            self.placement.release()
+        self.spread.release()
         self.features.uninstall()
 
     def _fetch_starts(self) -> None:
