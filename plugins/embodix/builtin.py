@@ -48,6 +48,7 @@ def register_parallel_strategies() -> list[Registration]:
         Registration("single", f"{replicated}:SingleStrategy", "one process"),
         Registration("ddp", f"{replicated}:DataParallelStrategy", "a copy of the policy in each process"),
         Registration("fsdp2", f"{mesh}:FullyShardedStrategy", "parameters and optimizer cut across processes (FSDP2)"),
+        Registration("pipeline", f"{parallel}.pipeline:PipelineStrategy", "each process holds some layers (1F1B)"),
         Registration("tensor", f"{parallel}.tensor:TensorParallelStrategy", "every layer cut across processes"),
     ]
 

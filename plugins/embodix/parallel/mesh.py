@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from embodix.contracts import PlacedBytes, PolicySupport, RankLayout, RunTraits
+from embodix.contracts import PlacedBytes, PolicySupport, RankBytes, RankLayout, RunTraits, StepUse
 from embodix.parallel.gradient_norm import clip_grad_norm
 from embodix.parallel.optimizer_state import (
     Repointing,
@@ -26,6 +26,7 @@ from embodix.parallel.optimizer_state import (
     set_named_optimizer_state,
     state_like_parameters,
 )
+from embodix.parallel.rank_bytes import sharded_rank_bytes
 from embodix.parallel.sharding import gradients_kept_apart, shard_policy
 from embodix.parallel.tensor_cuts import cut_layers
 from embodix.policies.adapters import bare_policy
@@ -57,6 +58,11 @@ class FullyShardedStrategy:
         self, policy: Any, optimizer: Any, device: torch.device, layout: RankLayout, support: PolicySupport
     ) -> MeshPlacement:
         return MeshPlacement(policy, optimizer, device, layout, support)
+
+    def rank_bytes(
+        self, policy: Any, layout: RankLayout, support: PolicySupport, use: StepUse, rank: int = 0
+    ) -> RankBytes:
+        return sharded_rank_bytes(policy, support.shard_units(bare_policy(policy)), layout, use, rank)
 
 
 def require_divisor(option: str, size: int, num_processes: int) -> None:
