@@ -35,17 +35,20 @@ TWO_RANKS = [  # label, policy, strategy, options, variant
     ("pi05-unshared", "pi05", "tensor", {}, "unshared_keys_values"),
     ("groot-unsummed", "groot", "tensor", {}, "unsummed_norms"),
 ]
+CUT_TWICE = {**HALF, "shard": 2}
 FOUR_RANKS = [
-    (f"{policy}-{name}", policy, strategy, options, variant)
-    for policy in CASES
-    for name, strategy, options, variant in (
-        ("fsdp2", "fsdp2", {}, "plain"),
-        ("hybrid", "fsdp2", HYBRID, "plain"),
-        ("tensor-data", "tensor", HALF, "plain"),
-        ("tensor-shard", "tensor", {**HALF, "shard": 2}, "plain"),
-        ("tensor-shard-micro", "tensor", {**HALF, "shard": 2}, "micro_batches"),
-        ("tensor-shard-resumed", "tensor", {**HALF, "shard": 2}, "resumed"),
-    )
+    *(
+        (f"{policy}-{name}", policy, strategy, options, "plain")
+        for policy in CASES
+        for name, strategy, options in (
+            ("fsdp2", "fsdp2", {}),
+            ("hybrid", "fsdp2", HYBRID),
+            ("tensor-data", "tensor", HALF),
+            ("tensor-shard", "tensor", CUT_TWICE),
+        )
+    ),
+    ("pi05-tensor-shard-micro", "pi05", "tensor", CUT_TWICE, "micro_batches"),
+    ("groot-tensor-shard-resumed", "groot", "tensor", CUT_TWICE, "resumed"),
 ]
 EXACT_AT_TWO = {  # label -> batches of a step
     "pi05-tensor": 1,
