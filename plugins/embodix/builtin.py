@@ -41,12 +41,15 @@ def register_attention_backends() -> list[Registration]:
 
 @hookimpl
 def register_parallel_strategies() -> list[Registration]:
-    replicated, mesh = "embodix.parallel.replicated", "embodix.parallel.mesh"
+    parallel = "embodix.parallel"
+    replicated, mesh = f"{parallel}.replicated", f"{parallel}.mesh"
     return [
         Registration("auto", f"{replicated}:HostStrategy", "as upstream: one process, or DDP over several"),
         Registration("single", f"{replicated}:SingleStrategy", "one process"),
         Registration("ddp", f"{replicated}:DataParallelStrategy", "a copy of the policy in each process"),
         Registration("fsdp2", f"{mesh}:FullyShardedStrategy", "parameters and optimizer cut across processes (FSDP2)"),
+        Registration("pipeline", f"{parallel}.pipeline:PipelineStrategy", "each process holds some layers (1F1B)"),
+        Registration("tensor", f"{parallel}.tensor:TensorParallelStrategy", "every layer cut across processes"),
     ]
 
 

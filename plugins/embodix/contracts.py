@@ -401,13 +401,25 @@ class PolicySupport:
         """
         raise self._not_offered("units to shard", "parallel=ddp")
 
-    def tensor_plan(self, policy: Any) -> TensorPlan:
-        """How its layers are cut across ranks.
+    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+        """How its layers are cut across so many ranks.
 
         Raises:
             NotOfferedError: not known.
         """
         raise self._not_offered("a plan of how its layers are cut", "parallel=fsdp2")
+
+    def pipeline_stages(self, policy: Any, num_stages: int) -> PipelineStages:
+        """Its training step in stages that ranks compute one after the other, cut so that they weigh alike.
+
+        Args:
+            policy: with its fast path in place.
+
+        Raises:
+            NotOfferedError: not known.
+            ValueError: fewer layers than stages.
+        """
+        raise self._not_offered("stages", "parallel=fsdp2")
 
     # costs
 
@@ -896,22 +908,72 @@ class ShardUnit:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How the layers of a policy are cut across ranks that share every layer. Paths are patterns of module paths.
+    """How the layers of a policy are cut across ranks that share every layer.
+
+    Paths are patterns, as of ``fnmatch``, of the paths of modules; each must match one at least. Every rank has the
+    same input. Where a layer's output is a part, what follows computes on that part.
 
     Attributes:
-        columns: linear layers whose output features are cut, heads whole; what follows computes on the part.
-        rows: linear layers whose input features are cut; their outputs are summed.
-        vocabulary: embeddings whose rows are cut; their outputs are summed.
-        partial_gradients: linear layers that every rank computes whole and whose output is read by cut heads: the
-            gradient of their output is summed over the ranks.
-        heads: module -> attribute that counts its heads, which every rank has a part of.
+        columns: linear layers whose output features are cut, each rank keeping its part of the output.
+        rows: linear layers whose input features are cut, and come cut; the ranks' outputs are summed.
+        rows_of_whole: the same where the input comes whole.
+        gathered_columns: linear layers and embeddings whose output features are cut, and gathered.
+        shared_columns: the same, whose gathered output is read by what is cut, as key/value heads by the query heads of
+            each rank: the gradients of the output are summed.
+        summed_parameters: patterns of parameters that every rank holds whole and reads with what is cut: their
+            gradients are summed.
+        heads: module -> attribute that counts heads of which every rank has a part.
+        counts: what must be divisible by the number of ranks, in words -> how many there are.
     """
 
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
-    vocabulary: tuple[str, ...] = ()
-    partial_gradients: tuple[str, ...] = ()
+    rows_of_whole: tuple[str, ...] = ()
+    gathered_columns: tuple[str, ...] = ()
+    shared_columns: tuple[str, ...] = ()
+    summed_parameters: tuple[str, ...] = ()
     heads: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+class PipelineStages(Protocol):
+    """A policy's training step in stages. Every rank of a pipeline prepares the same micro-batches with the same random
+    draws; what has parameters is computed by the stage that holds them.
+
+    Attributes:
+        cut: which layers each stage has, in words.
+    """
+
+    cut: str
+
+    @property
+    def parameters(self) -> Sequence[frozenset[str]]:
+        """Names of those that each stage holds; each of the policy's is in one."""
+        ...
+
+    def prepare(self, batch: Mapping[str, Any]) -> Any:
+        """A micro-batch with all that needs no parameters, its random draws included."""
+        ...
+
+    def counts(self, prepared: Any) -> TokenCounts:
+        """Its tokens."""
+        ...
+
+    def sent(self, stage: int, prepared: Any) -> tuple[Tensor, ...]:
+        """Tensors on the meta device like those that ``compute`` of a stage gives."""
+        ...
+
+    def compute(self, stage: int, prepared: Any, *received: Tensor) -> tuple[Tensor, ...]:
+        """What a stage gives, contiguous: to the next, or from the last one to ``loss``.
+
+        Args:
+            received: from the stage before; nothing for the first.
+        """
+        ...
+
+    def loss(self, prepared: Any, *output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The policy's loss of what the last stage gives, and what is logged of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -931,6 +993,8 @@ class RunTraits:
         batch_size: samples of one rank's step.
         evaluates_in_loop: upstream evaluates the policy between steps, in the first rank.
         clips_nothing: the optimizer's ``grad_clip_norm`` is 0, so that upstream's loop takes the norm by itself.
+        bins_per_step: micro-batches of a rank's step.
+        num_shapes: that a packer for fixed shapes computes micro-batches in; None for any.
         checkpoint_format: ``checkpoint.format``; None where no checkpoint is saved.
         publishes: what upstream does with a whole policy in the first rank when it saves or ends, as an override.
         patches: names of those in force.
@@ -948,6 +1012,8 @@ class RunTraits:
     batch_size: int
     evaluates_in_loop: bool = False
     clips_nothing: bool = False
+    bins_per_step: int = 1
+    num_shapes: int | None = None
     checkpoint_format: str | None = "auto"
     publishes: str | None = None
     patches: tuple[str, ...] = ()
@@ -958,7 +1024,7 @@ class PlacedBytes:
     """Bytes of one rank.
 
     Attributes:
-        sharded: of parameters of which other ranks hold other parts.
+        sharded: of parameters of which other ranks hold other parts, or that ranks of other stages do not hold.
         replicated: of parameters that each rank holds whole.
         optimizer: of the optimizer's state, 0 before its first step.
         total: of all parameters of the policy as one process holds them.
@@ -1008,8 +1074,9 @@ class Placement(Protocol):
         checkpoints: sharded tensors are DTensors. Every rank must ask."""
         ...
 
-    def optimizer_template(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """An empty tensor like this rank's part of a tensor of ``state()["optimizer"]``, for reading into.
+    def optimizer_template(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """An empty tensor like this rank's part of a tensor of ``state()["optimizer"]``, for reading into; None where
+        it holds nothing of it.
 
         Args:
             name: of the parameter.
@@ -1023,6 +1090,35 @@ class Placement(Protocol):
 
     def release(self) -> None:
         """Give the policy back what was put on it, at the end of the run."""
+        ...
+
+
+@dataclass(frozen=True)
+class ComputedPart:
+    """A micro-batch whose forward and backward are done.
+
+    Attributes:
+        loss: its value, without a graph.
+        logged: as the policy's ``forward`` gives it.
+        counts: of its tokens.
+    """
+
+    loss: Tensor
+    logged: dict[str, Any]
+    counts: TokenCounts
+
+
+@runtime_checkable
+class ComputesWholeSteps(Protocol):
+    """A placement that runs forward and backward of a step's micro-batches together; its ``backward`` does nothing."""
+
+    def forward_step(self, parts: Sequence[Mapping[str, Any]]) -> Sequence[ComputedPart]:
+        """All micro-batches of a step, forward and backward, their gradients averaged over the ranks that have samples
+        of their own; every rank must call.
+
+        Raises:
+            ValueError: micro-batches that can't be computed together; nothing has been computed then.
+        """
         ...
 
 
@@ -1055,6 +1151,57 @@ class ParallelStrategy(Protocol):
         """Spread a policy, with its fast path installed, and its optimizer; collective over all ranks.
 
         The optimizer's state, where it has one from a checkpoint, is taken over. None leaves both to the host.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StepUse:
+    """What one training step of a policy enters and trains, as counted on the meta device.
+
+    Attributes:
+        gradients: names of the parameters that get a gradient.
+        entered: entries of units that the forward pass calls, and whether the backward pass comes back to them.
+    """
+
+    gradients: frozenset[str]
+    entered: Mapping[str, bool]
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank, counted from the shapes of a policy before there are ranks.
+
+    Attributes:
+        placed: what it holds after its first step with AdamW.
+        gradients: between two steps' ends, of the parts that it holds.
+        exchange: held beside them for the exchange with other ranks, at most.
+        sent: in words -> bytes that it sends in one step, each of N ranks sending 1/N of what goes around a ring.
+    """
+
+    placed: PlacedBytes
+    gradients: int
+    exchange: int
+    sent: Mapping[str, int]
+
+    @property
+    def held(self) -> int:
+        """All but activations."""
+        placed = self.placed
+        return placed.sharded + placed.replicated + placed.optimizer + self.gradients + self.exchange
+
+
+@runtime_checkable
+class CountsRankBytes(Protocol):
+    """A parallel strategy that tells what a rank will hold and send, for ``lerobot plan``."""
+
+    def rank_bytes(
+        self, policy: Any, layout: RankLayout, support: PolicySupport, use: StepUse, rank: int = 0
+    ) -> RankBytes:
+        """Of one rank, by the shapes of a policy that may be on the meta device; the first rank holds most.
+
+        Raises:
+            NotOfferedError: the policy's record does not say what the strategy needs.
         """
         ...
 

@@ -15,6 +15,7 @@ from embodix.contracts import (
     SampleLayout,
     SampleShape,
     ShardUnit,
+    TensorPlan,
 )
 
 if TYPE_CHECKING:
@@ -136,6 +137,11 @@ class GrootN15(PolicySupport):
         from embodix_groot.sharding import shard_units
 
         return shard_units(policy)
+
+    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+        from embodix_groot.sharding import tensor_plan
+
+        return tensor_plan(policy, num_ranks)
 
     def sample_layout(self, policy: Any) -> SampleLayout:
         from embodix_groot.counting import sample_layout

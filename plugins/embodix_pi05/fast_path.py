@@ -7,6 +7,7 @@ Shape suffixes: B samples, F flow samples an observation, T action tokens, A act
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,37 @@ from embodix_pi05.prefix import CameraBatch, PrefixPlan, collect_cameras, patche
 ACTION_PAD_KEY, ACTION_DIMS_KEY = "action_is_pad", "action_dims"
 TOKENS_KEY = "observation.language.tokens"
 TOKEN_MASK_KEY = "observation.language.attention_mask"
+
+
+@dataclass(frozen=True)
+class DrawnBatch:
+    """A training batch with its noise and time, before anything that has parameters.
+
+    Attributes:
+        plan: of its observations.
+        counts: of tokens and images.
+        is_pad_BT: action steps that do not exist; None where they count too.
+        action_dims_B: action dimensions that each sample has; None where all have all.
+    """
+
+    plan: PrefixPlan
+    counts: TokenCounts
+    actions_BTA: Tensor
+    noise_BFTA: Tensor
+    time_BF: Tensor
+    is_pad_BT: Tensor | None = None
+    action_dims_B: Tensor | None = None
+
+    def noisy_actions(self) -> Tensor:
+        """``[R, T, A]``, what the action expert is given."""
+        time_BF11 = self.time_BF[..., None, None]
+        noisy_BFTA = time_BF11 * self.noise_BFTA + (1 - time_BF11) * self.actions_BTA[:, None]
+        return noisy_BFTA.flatten(0, 1)
+
+    def squared_error(self, velocity_RTA: Tensor) -> Tensor:
+        """``[B, F, T, A]`` squared error of a velocity (upstream: ``PI05Pytorch.forward``)."""
+        noise_BFTA = self.noise_BFTA
+        return F.mse_loss(noise_BFTA - self.actions_BTA[:, None], velocity_RTA.view_as(noise_BFTA), reduction="none")
 
 
 class Pi05FastPath:
@@ -43,16 +75,25 @@ class Pi05FastPath:
             ValueError: cameras that do not match, no ``action_is_pad`` with ``action_pad=mask``, or ``action_dims``
                 beyond the policy's.
         """
+        drawn = self.draw(batch)
+        self.token_counts = drawn.counts
+        return self.reduce(drawn, self._losses(drawn), reduction)
+
+    def draw(self, batch: Mapping[str, Any]) -> DrawnBatch:
+        """A training batch with its noise and time, drawn in upstream's order; raises as ``forward`` does."""
         actions_BTA = self.policy.prepare_action(batch)
         is_pad_BT = self._action_is_pad(batch, actions_BTA.device)
         if is_pad_BT is not None:
             actions_BTA = fill_padded_actions(actions_BTA, is_pad_BT)
-        losses_BFTA = self.losses(batch, actions_BTA)
+        drawn = self._drawn(batch, actions_BTA)
+        return replace(drawn, is_pad_BT=is_pad_BT, action_dims_B=self._action_dims(batch, actions_BTA.device))
+
+    def reduce(self, drawn: DrawnBatch, losses_BFTA: Tensor, reduction: str = "mean") -> tuple[Tensor, dict[str, Any]]:
+        """Loss of unreduced ``[B, F, T, A]`` losses, and what is logged of it."""
         losses_BFTA = losses_BFTA[..., : self._num_action_dims]
-        action_dims_B = self._action_dims(batch, actions_BTA.device)
-        if is_pad_BT is None and action_dims_B is None and not self.settings.uneven_batches:
+        if drawn.is_pad_BT is None and drawn.action_dims_B is None and not self.settings.uneven_batches:
             return reduce_all(losses_BFTA, reduction)
-        valid_BTA = valid_elements(losses_BFTA, is_pad_BT, action_dims_B)
+        valid_BTA = valid_elements(losses_BFTA, drawn.is_pad_BT, drawn.action_dims_B)
         return reduce_valid(losses_BFTA, valid_BTA, reduction, self.settings.reduce_count)
 
     def action_elements(self, batch: Mapping[str, Any]) -> int:
@@ -78,11 +119,27 @@ class Pi05FastPath:
 
         Noise and time are drawn, in upstream's order, unless both are given.
         """
+        drawn = self._drawn(batch, actions_BTA, noise_BFTA, time_BF)
+        self.token_counts = drawn.counts
+        return self._losses(drawn)
+
+    def _losses(self, drawn: DrawnBatch) -> Tensor:
+        time_R = drawn.time_BF.flatten()
+        return drawn.squared_error(
+            predict_velocity(self.policy, drawn.plan, drawn.noisy_actions(), time_R, self.settings)
+        )
+
+    def _drawn(
+        self,
+        batch: Mapping[str, Any],
+        actions_BTA: Tensor,
+        noise_BFTA: Tensor | None = None,
+        time_BF: Tensor | None = None,
+    ) -> DrawnBatch:
         cameras, plan = self._plan(batch, fixed_shapes=True)
-        self.token_counts = self._count(batch, cameras, plan)
         if noise_BFTA is None or time_BF is None:
             noise_BFTA, time_BF = draw_noise_and_time(self.policy.model, actions_BTA, self.settings.flow_samples)
-        return flow_matching_losses(self.policy, plan, actions_BTA, noise_BFTA, time_BF, self.settings)
+        return DrawnBatch(plan, self._count(batch, cameras, plan), actions_BTA, noise_BFTA, time_BF)
 
     @torch.no_grad()
     def predict_action_chunk(self, batch: dict[str, Any], **kwargs: Any) -> Tensor:
@@ -155,19 +212,3 @@ def draw_noise_and_time(model: Any, actions_BTA: Tensor, num_flow: int) -> tuple
     ]
     noise, time = zip(*draws, strict=True)
     return torch.stack(noise, dim=1), torch.stack(time, dim=1)
-
-
-def flow_matching_losses(
-    policy: Any,
-    plan: PrefixPlan,
-    actions_BTA: Tensor,
-    noise_BFTA: Tensor,
-    time_BF: Tensor,
-    settings: FastPathSettings,
-) -> Tensor:
-    """``[B, F, T, A]`` squared error of the velocity field (upstream: ``PI05Pytorch.forward``)."""
-    time_BF11 = time_BF[..., None, None]
-    actions_B1TA = actions_BTA[:, None]
-    noisy_BFTA = time_BF11 * noise_BFTA + (1 - time_BF11) * actions_B1TA
-    velocity_RTA = predict_velocity(policy, plan, noisy_BFTA.flatten(0, 1), time_BF.flatten(), settings)
-    return F.mse_loss(noise_BFTA - actions_B1TA, velocity_RTA.view_as(noise_BFTA), reduction="none")

@@ -190,17 +190,28 @@ def joint_pass(
     policy: Any, plan: PrefixPlan, noisy_RTA: Tensor, time_R: Tensor, settings: FastPathSettings
 ) -> JointPass:
     """All layers for noisy actions; the sequences of one sample follow each other."""
-    model, num_sequences = policy.model, noisy_RTA.shape[0]
-    num_blank = plan.layout.num_blank_samples * (num_sequences // plan.layout.batch_size)
+    prefix_NW, suffix_RTE, condition_RE = embed(policy, plan, noisy_RTA, time_R)
+    step = step_context(policy, plan, suffix_RTE, condition_RE, settings)
+    every_layer = range(len(language_layers(policy)))
+    prefix_NW, suffix_RTE = run_layers(policy, every_layer, prefix_NW, suffix_RTE, step)
+    return JointPass(prefix_NW, last_norm(policy, suffix_RTE, condition_RE))
+
+
+def embed(policy: Any, plan: PrefixPlan, noisy_RTA: Tensor, time_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What enters the first layer: prefix ``[N, W]``, suffix ``[R, T, E]`` and time condition ``[R, E]``."""
+    num_blank = plan.layout.num_blank_samples * (noisy_RTA.shape[0] // plan.layout.batch_size)
     noisy_RTA, time_R = F.pad(noisy_RTA, (0, 0, 0, 0, 0, num_blank)), F.pad(time_R, (0, num_blank))
     prefix_NW = embed_prefix(policy, plan)
-    suffix_RTE, _, _, condition_RE = model.embed_suffix(noisy_RTA, time_R)
+    suffix_RTE, _, _, condition_RE = policy.model.embed_suffix(noisy_RTA, time_R)
     if computes_in_bfloat16(policy):
         prefix_NW, suffix_RTE = prefix_NW.to(torch.bfloat16), suffix_RTE.to(torch.bfloat16)
-    step = step_context(policy, plan, suffix_RTE, condition_RE, settings)
-    prefix_NW, suffix_RTE = _run_layers(policy, prefix_NW, suffix_RTE, step)
-    normed_RTE, _ = model.paligemma_with_expert.gemma_expert.model.norm(suffix_RTE, cond=condition_RE)
-    return JointPass(prefix_NW, normed_RTE)
+    return prefix_NW, suffix_RTE, condition_RE
+
+
+def last_norm(policy: Any, suffix_RTE: Tensor, condition_RE: Tensor) -> Tensor:
+    """``[R, T, E]`` output of the action expert."""
+    normed_RTE: Tensor = policy.model.paligemma_with_expert.gemma_expert.model.norm(suffix_RTE, cond=condition_RE)[0]
+    return normed_RTE
 
 
 def project_velocity(policy: Any, suffix_RTE: Tensor) -> Tensor:
@@ -237,8 +248,11 @@ def step_context(
     )
 
 
-def _run_layers(policy: Any, prefix_NW: Tensor, suffix_RTE: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
-    """The prefix's rows that enter the last layer, and the suffix's that leave it."""
+def run_layers(
+    policy: Any, layers: range, prefix_NW: Tensor, suffix_RTE: Tensor, step: StepContext
+) -> tuple[Tensor, Tensor]:
+    """Some layers that follow each other: the prefix's rows that leave them, or enter the last of the policy, and the
+    suffix's that leave them."""
     pairs = list(zip(language_layers(policy), expert_layers(policy), strict=True))
     checkpointed = policy.model.gradient_checkpointing_enabled and policy.model.training
 
@@ -248,6 +262,9 @@ def _run_layers(policy: Any, prefix_NW: Tensor, suffix_RTE: Tensor, step: StepCo
             return checkpoint(call_unit, language, function, *arguments, **options)
         return call_unit(language, function, *arguments)
 
-    for language, expert in pairs[:-1]:
-        prefix_NW, suffix_RTE = run(joint_layer, language, expert, prefix_NW, suffix_RTE, step)
-    return prefix_NW, run(last_layer, *pairs[-1], prefix_NW, suffix_RTE, step)
+    for index in layers:
+        if index == len(pairs) - 1:
+            suffix_RTE = run(last_layer, *pairs[index], prefix_NW, suffix_RTE, step)
+        else:
+            prefix_NW, suffix_RTE = run(joint_layer, *pairs[index], prefix_NW, suffix_RTE, step)
+    return prefix_NW, suffix_RTE

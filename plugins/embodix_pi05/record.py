@@ -15,6 +15,7 @@ from embodix.contracts import (
     SampleShape,
     ShardUnit,
     ShortenedTask,
+    TensorPlan,
 )
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from embodix.data.sample_sizes import SizedDataset
     from embodix.policies.settings import FastPathSettings
     from embodix_pi05.flow import Pi05Flow
+    from embodix_pi05.stages import Pi05Stages
     from embodix_pi05.wrapper import Pi05Wrapper
 
 DECODER_LINEAR = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
@@ -115,6 +117,16 @@ class Pi05(PolicySupport):
         from embodix_pi05.sharding import shard_units
 
         return shard_units(policy)
+
+    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+        from embodix_pi05.sharding import tensor_plan
+
+        return tensor_plan(policy, num_ranks)
+
+    def pipeline_stages(self, policy: Any, num_stages: int) -> Pi05Stages:
+        from embodix_pi05.stages import Pi05Stages
+
+        return Pi05Stages(policy, num_stages)
 
     def sample_layout(self, policy: Any) -> SampleLayout:
         from embodix_pi05.counting import sample_layout

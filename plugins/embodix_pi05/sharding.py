@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from embodix.contracts import ShardUnit
+from embodix.contracts import ShardUnit, TensorPlan
 
 _WITH_EXPERT = "model.paligemma_with_expert"
 _LANGUAGE, _EXPERT = f"{_WITH_EXPERT}.paligemma.model.language_model", f"{_WITH_EXPERT}.gemma_expert.model"
@@ -33,3 +33,41 @@ def unread_parameters(policy: Any) -> list[str]:
     unread = (f"{last}.self_attn.o_proj.", f"{last}.mlp.", f"{last}.post_attention_layernorm.", f"{_LANGUAGE}.norm.")
     heads = tuple(f"{_WITH_EXPERT}.{part}.lm_head." for part in ("paligemma", "gemma_expert"))
     return [name for name, _ in policy.named_parameters() if name.startswith((*unread, *heads))]
+
+
+def tensor_plan(policy: Any, num_ranks: int) -> TensorPlan:
+    """Query heads and feed-forwards cut; keys and values are one head, whose gathered output all query heads read.
+
+    The vision tower's attention reads its width from its input, so that its projections are cut and gathered.
+    """
+    layers = [f"{stack}.layers.*" for stack in (_LANGUAGE, _EXPERT)]
+    tower = f"{_VISION}.layers.*"
+    paligemma, expert = f"{_WITH_EXPERT}.paligemma", f"{_WITH_EXPERT}.gemma_expert"
+    config = policy.get_submodule(_LANGUAGE).config
+    split = config.num_key_value_heads % num_ranks == 0
+    keys_values = tuple(f"{layer}.self_attn.{kind}_proj" for layer in layers for kind in "kv")
+    queries = tuple(
+        f"{layer}.{part}" for layer in layers for part in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
+    )
+    outputs = tuple(f"{layer}.{part}" for layer in layers for part in ("self_attn.o_proj", "mlp.down_proj"))
+    return TensorPlan(
+        columns=(
+            *queries,
+            *(keys_values if split else ()),
+            f"{tower}.mlp.fc1",
+            f"{paligemma}.lm_head",
+            f"{expert}.lm_head",
+        ),
+        rows=(*outputs, f"{tower}.mlp.fc2"),
+        rows_of_whole=(f"{tower}.self_attn.out_proj",),
+        gathered_columns=(
+            *(f"{tower}.self_attn.{kind}_proj" for kind in "qkv"),
+            f"{paligemma}.model.multi_modal_projector.linear",
+            f"{_LANGUAGE}.embed_tokens",
+            f"{_EXPERT}.*norm.dense",
+            "model.time_mlp_*",
+        ),
+        shared_columns=() if split else keys_values,
+        heads={} if split else {f"{layer}.self_attn": "num_key_value_groups" for layer in layers},
+        counts={"query heads": config.num_attention_heads},
+    )

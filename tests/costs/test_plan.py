@@ -15,7 +15,8 @@ import pytest
 
 from embodix.contracts import SampleLayout, SampleShape
 from embodix.costs.dataset_facts import padded_action_share
-from embodix.costs.plan import RunCosts, plan_training, smallest_gpu, speed_bounds
+from embodix.costs.gpu_sizes import smallest_gpu
+from embodix.costs.plan import RunCosts, plan_training, speed_bounds
 from embodix.costs.policy_costs import EMBODIX, UPSTREAM
 from embodix.costs.workload import padded
 from embodix.data.token_counts import token_counter

@@ -25,6 +25,7 @@ from embodix.report.words import memory, percent, quantity, ratio
 
 if TYPE_CHECKING:
     from embodix.costs.plan import TrainingPlan
+    from embodix.costs.rank_plan import RankPlan
     from embodix.costs.workload import TaskPrompt
 
 PLAN_FILE = "plan.json"
@@ -41,16 +42,18 @@ def run(argv: list[str]) -> int:
             logging.disable(logging.WARNING)  # Hydra's log goes to the standard output, too
         from embodix.checks.guard import require_sound_data
         from embodix.costs.plan import plan_training
+        from embodix.costs.rank_plan import planned_processes
         from embodix.training.config_checks import notes_of, sound_host_config
-        from embodix.training.features import select_training_features
+        from embodix.training.features import named_choice, run_traits, select_training_features
         from embodix.training.run_data import read_choices
 
         host_cfg = sound_host_config(cfg)
-        select_training_features(cfg)
+        traits = run_traits(cfg, host_cfg, select_training_features(cfg))
+        processes = planned_processes(cfg.plan.processes, cfg.plan.parallel, named_choice(cfg.parallel), traits)
         config: Any = OmegaConf.to_container(cfg, resolve=True)
         read_choices(config)
         report = require_sound_data(host_cfg, config, may_be_absent=True)
-        plan = plan_training(config)
+        plan = plan_training(config, processes)
         path = Path(HydraConfig.get().runtime.output_dir) / PLAN_FILE
         content = dataclasses.asdict(plan) | {"check": report and dataclasses.asdict(report)}
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
@@ -96,6 +99,8 @@ def print_plan(plan: TrainingPlan, console: Console) -> None:
         kind = "same function" if remedy.exact else "changes training"
         fits = "" if remedy.gpu_gigabytes is None else f", fits {remedy.gpu_gigabytes} GB"
         console.print(f"  {remedy.setting}: {memory(remedy.total)}{fits}; {kind}; {remedy.price}", highlight=False)
+    if plan.ranks:
+        _print_ranks(plan, console)
     console.print(
         f"\nAction padding: {percent(plan.padded_action_share, 1)} of the loss lies after the end of episodes; "
         "action_pad=mask leaves it out (changes what is learned).",
@@ -204,6 +209,46 @@ def _fitting_gpus(plan: TrainingPlan) -> str:
     names = {size: [v.name for v in plan.variants if (v.gpu_gigabytes or 0) == size] for size in sizes}
     parts = [f"{f'a GPU of {size} GB' if size else 'no single GPU'} for {', '.join(names[size])}" for size in sizes]
     return f"Fits: {'; '.join(parts)}."
+
+
+def _print_ranks(plan: TrainingPlan, console: Console) -> None:
+    """One of several processes under each strategy, and what the others say."""
+    console.print()
+    _print_whole(_rank_table(plan), console)
+    for rank in plan.ranks:
+        if rank.counted is None:
+            console.print(f"{rank.strategy}: {escape(rank.reason or '')}", highlight=False)
+        elif rank.counted.sent:
+            parts = ", ".join(f"{what} {memory(sent)}" for what, sent in rank.counted.sent.items())
+            console.print(f"{rank.strategy} sends from a process in a step: {parts}.", highlight=False)
+
+
+def _rank_table(plan: TrainingPlan) -> Table:
+    table = Table(
+        title=f"Memory of one of several processes ({plan.chosen}), counted: AdamW, {plan.dtype}, {plan.batch_size} "
+        "samples each",
+        title_justify="left",
+    )
+    table.add_column("strategy")
+    columns = ("weights,\ncut", "weights,\nwhole", "gradients", "optimizer", "exchange", "activations", "all", "GPU")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for rank in plan.ranks:
+        if rank.counted is None:
+            continue
+        counted, placed = rank.counted, rank.counted.placed
+        held = (placed.sharded, placed.replicated, counted.gradients, placed.optimizer, counted.exchange)
+        cells = map(memory, (*held, rank.activations, rank.total))
+        gpu = "none" if rank.gpu_gigabytes is None else f"{rank.gpu_gigabytes} GB"
+        table.add_row(_arranged(rank), *cells, gpu)
+    return table
+
+
+def _arranged(rank: RankPlan) -> str:
+    """A strategy with the dimensions of its ranks."""
+    sizes = dataclasses.asdict(rank.layout) if rank.layout is not None else {}
+    shown = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
+    return f"{rank.strategy} ({shown})" if shown else rank.strategy
 
 
 def _lengths(prompts: Sequence[TaskPrompt]) -> str:

@@ -142,8 +142,21 @@ class CompareSettings:
 
 
 @dataclass
+class PlanSettings:
+    """What ``lerobot plan`` adds to the train config.
+
+    Attributes:
+        processes: that a run is planned for; null for one, without a table of ranks.
+        parallel: strategies to show for them; none for the run's own, or all where that is ``auto``.
+    """
+
+    processes: int | None = None
+    parallel: list[str] = field(default_factory=list)
+
+
+@dataclass
 class TrainApp:
-    """Root of the ``lerobot train`` config; ``compare`` is used by ``lerobot compare`` only.
+    """Root of the ``lerobot train`` config; ``compare`` and ``plan`` are used by the verbs of that name only.
 
     ``accept_changes`` names what a resumed run may have otherwise than its checkpoint recorded: ``data``,
     ``tokenizer``, ``batch``, ``policy``, ``algorithm``, ``versions``, and ``position`` for an epoch that begins again.
@@ -184,6 +197,7 @@ class TrainApp:
     resume: str | None = None
     accept_changes: list[str] = field(default_factory=list)
     compare: CompareSettings | None = None
+    plan: PlanSettings | None = None
 
 
 def register() -> None:

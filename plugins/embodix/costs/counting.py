@@ -7,8 +7,9 @@ are all storages alive at the highest moment of the step, without parameters, th
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from embodix.attention.segments import Segments
+from embodix.contracts import StepUse
 from embodix.costs.operations import run_operation
 from embodix.patching import replace_attribute
+from embodix.policies.units import UNIT_CALL, enter_by
 
 _READS = {getattr(Tensor, name) for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")}
 _AUTOCAST = {F.linear, F.conv2d, torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__}
@@ -37,6 +40,7 @@ class CountedStep:
         activations: bytes at the highest moment, beside parameters and gradients.
         kept: bytes that the forward pass leaves for the backward pass.
         gradients: bytes of the parameters that get a gradient.
+        use: what the step enters and trains.
     """
 
     forward: int
@@ -44,10 +48,15 @@ class CountedStep:
     activations: int
     kept: int
     gradients: int
+    use: StepUse
 
 
 def count_step(
-    policy: nn.Module, batch: Mapping[str, Any], attention: CountedAttention, host_keys: tuple[str, ...] = ()
+    policy: nn.Module,
+    batch: Mapping[str, Any],
+    attention: CountedAttention,
+    host_keys: tuple[str, ...] = (),
+    entries: Mapping[str, nn.Module] | None = None,
 ) -> CountedStep:
     """Forward and backward pass of a policy that is on the meta device.
 
@@ -55,17 +64,43 @@ def count_step(
         batch: preprocessed; masks that decide on shapes may be on the CPU.
         attention: what an installed fast path attends with; it stands in for torch's own too.
         host_keys: tensors that stay there although the policy moves them, because it asks for their values.
+        entries: of units that are gathered together where parameters are sharded, by path.
     """
     tally, attention.flops = _Tally(policy, batch), 0
     on_host = {id(batch[key]) for key in host_keys if key in batch}
-    with _meta_host(attention, on_host), tally:
+    with _meta_host(attention, on_host), watched_entries(entries or {}) as entered, tally:
         loss = policy(dict(batch))[0]
         forward = tally.flops + attention.flops
         kept = tally.live()
         loss.backward()
     backward = tally.flops + attention.flops - forward
     tally.close()
-    return CountedStep(forward, backward, tally.peak(), kept, tally.gradients)
+    use = StepUse(frozenset(name for name, p in policy.named_parameters() if p in tally.trained), entered)
+    return CountedStep(forward, backward, tally.peak(), kept, tally.gradients, use)
+
+
+@contextmanager
+def watched_entries(entries: Mapping[str, nn.Module]) -> Iterator[dict[str, bool]]:
+    """Note which entries are called, and whether what they return asks for a backward pass."""
+    entered: dict[str, bool] = {}
+
+    def note(path: str, out: Any) -> None:
+        returned = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(out))
+        entered[path] = entered.get(path, False) or returned
+
+    with ExitStack() as stack:
+        for path, entry in entries.items():
+            stack.callback(entry.register_forward_hook(lambda *call, path=path: note(path, call[-1])).remove)
+            run = getattr(entry, enter_by(entry))
+            stack.callback(entry.__dict__.pop, UNIT_CALL)
+            entry.__dict__[UNIT_CALL] = functools.partial(_noted, run, functools.partial(note, path))
+        yield entered
+
+
+def _noted(run: Callable[..., Any], note: Callable[[Any], None], function: Callable[..., Any], *given: Any) -> Any:
+    out = run(function, *given)
+    note(out)
+    return out
 
 
 class CountedAttention:
@@ -129,6 +164,7 @@ class _Tally(TorchDispatchMode):
         self._sizes = [0]
         self._gradient_numbers: set[int] = set()
         self.flops = self.gradients = 0
+        self.trained: set[Tensor] = set()
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._hooks = [p.register_hook(self._note_gradient) for p in trained]
         self._hooks += [p.register_post_accumulate_grad_hook(self._drop_gradient) for p in trained]
@@ -172,6 +208,7 @@ class _Tally(TorchDispatchMode):
 
     def _drop_gradient(self, parameter: Tensor) -> None:
         self.gradients += parameter.numel() * parameter.element_size()
+        self.trained.add(parameter)
         parameter.grad = None
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from embodix.costs.dataset_facts import padded_action_share
+from embodix.costs.gpu_sizes import smallest_gpu
 from embodix.costs.policy_costs import (
     EMBODIX,
     UPSTREAM,
@@ -21,6 +22,7 @@ from embodix.costs.policy_costs import (
     Workload,
     computation_of,
 )
+from embodix.costs.rank_plan import PlannedProcesses, RankPlan, plan_ranks
 from embodix.costs.workload import Source, TaskPrompt, draws_of, padded, read_sources
 from embodix.policies.support import support_of
 from embodix.report.compare import SpeedBound
@@ -28,13 +30,6 @@ from embodix.training.adapters import knows_targets, peft_problem
 from embodix.training.host_context import policy_patches
 
 ADAPTERS: Mapping[str, Any] = {"method_type": "LORA", "r": 16}  # what the option `peft=lora` has
-GPU_GIGABYTES = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141)
-USABLE = 0.9  # the rest is the CUDA context's and lost between allocations
-
-
-def smallest_gpu(num_bytes: float) -> int | None:
-    """Gigabytes of the smallest common GPU that holds them; None where none does."""
-    return next((size for size in GPU_GIGABYTES if num_bytes <= USABLE * size * 1e9), None)
 
 
 @dataclass(frozen=True)
@@ -91,6 +86,7 @@ class TrainingPlan:
         num_trained: of the parameters, those that training changes.
         variants: upstream, each step towards the fast path, and the config's own choice.
         chosen: name of the variant that the config selects.
+        ranks: one of several processes under each strategy that is asked about.
     """
 
     policy: str
@@ -114,6 +110,7 @@ class TrainingPlan:
     variants: list[VariantPlan]
     chosen: str
     remedies: list[Remedy]
+    ranks: list[RankPlan] = field(default_factory=list)
 
 
 class RunCosts:
@@ -220,11 +217,11 @@ def _policy_costs(described: str) -> PolicyCosts:
     return PolicyCosts(*json.loads(described))
 
 
-def plan_training(config: Mapping[str, Any]) -> TrainingPlan:
-    """Plan the run that a composed train config describes.
+def plan_training(config: Mapping[str, Any], processes: PlannedProcesses | None = None) -> TrainingPlan:
+    """Plan the run that a composed train config describes, on one process and on those that are asked about.
 
     Raises:
-        ValueError: see :class:`RunCosts`.
+        ValueError: see :class:`RunCosts` and :func:`embodix.costs.rank_plan.plan_ranks`.
     """
     run = RunCosts(config)
     choice, real_cameras, blank_cameras = computation_of(config), *run.cameras()
@@ -255,6 +252,7 @@ def plan_training(config: Mapping[str, Any]) -> TrainingPlan:
         variants=[_variant(name, computation, run, tokens) for name, computation in named.items()],
         chosen=next(name for name, computation in named.items() if computation == choice),
         remedies=_remedies(run, choice),
+        ranks=plan_ranks(run.saving, run.saving.count(_largest(run.workload), choice, run.batch_size), processes),
     )
 
 

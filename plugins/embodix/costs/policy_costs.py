@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodix.checkpoints.skeleton import fed_config, policy_skeleton
 from embodix.contracts import NotOfferedError, SampleShape
 from embodix.costs.counting import CountedAttention, CountedStep, count_step
 from embodix.packing.layout import PaddedPacker, PaddingFreePacker
 from embodix.patching import patched
+from embodix.policies.adapters import bare_policy
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.support import support_of
 from embodix.training.adapters import put_adapters_on
@@ -197,7 +198,9 @@ class PolicyCosts:
         attention = CountedAttention()
         if not computation.is_upstream:
             with self._installed(computation, attention):
-                return count_step(self.policy, _on_meta(batch, lambda t: t.is_floating_point()), attention)
+                return count_step(
+                    self.policy, _on_meta(batch, lambda t: t.is_floating_point()), attention, (), self._entries()
+                )
         batch = {key: value if key in valued else _moved(value) for key, value in batch.items()}
         try:
             return count_step(self.policy, batch, attention, valued)
@@ -207,6 +210,12 @@ class PolicyCosts:
                 f"{', '.join(batch)}: {type(error).__name__}: {error}. Give its batch by sample_batch in the policy's "
                 "PolicySupport (embodix.contracts)."
             ) from error
+
+    def _entries(self) -> dict[str, nn.Module]:
+        """Of the units that the policy's record names, by path."""
+        bare = bare_policy(self.policy)
+        units = self.support.shard_units(bare) if self.support.offers("shard_units") else ()
+        return {unit.entry: bare.get_submodule(unit.entry) for unit in units}
 
     @contextmanager
     def _installed(self, computation: Computation, attention: CountedAttention) -> Iterator[None]:

@@ -66,7 +66,7 @@ class SequenceLengthPacker:
         self.cost_model = CostModel()
         self.shapes: tuple[ComputedShape, ...] = ()
         self._asked = (rows, max_samples, max_images)
-        self._num_shapes = num_shapes
+        self.num_shapes = num_shapes
         self._look_ahead = look_ahead
         self._padding_free = PaddingFreePacker()
 
@@ -119,7 +119,7 @@ class SequenceLengthPacker:
         samples = samples or math.ceil(1.5 * samples_per_bin)
         if images is None:
             images = math.floor(rows * float((sizes.images_N / sizes.prefix_N).max()))
-        steps = [(index + 1) / self._num_shapes for index in range(self._num_shapes)]
+        steps = [(index + 1) / self.num_shapes for index in range(self.num_shapes)]
         return tuple(
             ComputedShape(math.ceil(rows * step), math.ceil(samples * step), math.ceil(images * step)) for step in steps
         )

@@ -48,7 +48,7 @@ def _cut_of(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     """The mesh, and its dimensions across which the tensor is cut."""
     if not isinstance(gradient, DTensor):
         return None, ()
-    return gradient.device_mesh, tuple(dim for dim, place in enumerate(gradient.placements) if place.is_shard())
+    return gradient.device_mesh, tuple(dim for dim, place in enumerate(gradient.placements) if not place.is_replicate())
 
 
 def _local(gradient: Tensor) -> Tensor:

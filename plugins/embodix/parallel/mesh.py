@@ -7,7 +7,7 @@ The policy stays the object that it was; its parameters become DTensors in place
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from embodix.contracts import PlacedBytes, PolicySupport, RankLayout, RunTraits
+from embodix.contracts import PlacedBytes, PolicySupport, RankBytes, RankLayout, RunTraits, StepUse
 from embodix.parallel.gradient_norm import clip_grad_norm
 from embodix.parallel.optimizer_state import (
     Repointing,
@@ -26,7 +26,9 @@ from embodix.parallel.optimizer_state import (
     set_named_optimizer_state,
     state_like_parameters,
 )
+from embodix.parallel.rank_bytes import sharded_rank_bytes
 from embodix.parallel.sharding import gradients_kept_apart, shard_policy
+from embodix.parallel.tensor_cuts import cut_layers
 from embodix.policies.adapters import bare_policy
 
 DATA, SHARD, PIPELINE, TENSOR = "data", "shard", "pipeline", "tensor"
@@ -56,6 +58,11 @@ class FullyShardedStrategy:
         self, policy: Any, optimizer: Any, device: torch.device, layout: RankLayout, support: PolicySupport
     ) -> MeshPlacement:
         return MeshPlacement(policy, optimizer, device, layout, support)
+
+    def rank_bytes(
+        self, policy: Any, layout: RankLayout, support: PolicySupport, use: StepUse, rank: int = 0
+    ) -> RankBytes:
+        return sharded_rank_bytes(policy, support.shard_units(bare_policy(policy)), layout, use, rank)
 
 
 def require_divisor(option: str, size: int, num_processes: int) -> None:
@@ -98,19 +105,30 @@ class MeshPlacement:
         self, policy: Any, optimizer: Any, device: torch.device, layout: RankLayout, support: PolicySupport
     ) -> None:
         self.policy, self.optimizer, self.layout = policy, optimizer, layout
-        self.strategy, self.backend = "FSDP2", dist.get_backend()
+        self.strategy, self.backend = strategy_name(layout), dist.get_backend()
         self._total = sum(local_bytes(parameter) for parameter in policy.parameters())
+        self._gradients_kept_apart = False
         mesh = rank_mesh(device, layout)
         repointing = Repointing(policy, optimizer)
         bare = bare_policy(policy)
-        shard_policy(policy, bare, support.shard_units(bare), batch_mesh(mesh, layout))
+        self._tensor_parts = cut_layers(bare, support, mesh[TENSOR]) if layout.tensor > 1 else None
+        if layout.num_batches > 1:
+            shard_policy(policy, bare, support.shard_units(bare), batch_mesh(mesh, layout))
         repointing.apply()
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+        if self._tensor_parts is not None and not self._gradients_kept_apart:
+            self._tensor_parts.sum_gradients()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return gradients_kept_apart(self.policy)
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._gradients_kept_apart = True
+        try:
+            with gradients_kept_apart(self.policy) if self.layout.num_batches > 1 else nullcontext():
+                yield
+        finally:
+            self._gradients_kept_apart = False
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         return clip_grad_norm(self.policy.parameters(), max_norm)
@@ -130,6 +148,12 @@ class MeshPlacement:
 
     def release(self) -> None:
         """Nothing: torch does not gather a sharded policy again, which ends with its run."""
+
+
+def strategy_name(layout: RankLayout) -> str:
+    """What spreads a policy so, in words."""
+    names = ["tensor parallel"] if layout.tensor > 1 else []
+    return " and ".join([*names, *(["FSDP2"] if layout.num_batches > 1 else [])])
 
 
 def rank_mesh(device: torch.device, layout: RankLayout) -> DeviceMesh:
@@ -159,4 +183,4 @@ def is_cut(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     sizes = tensor.device_mesh.shape
-    return any(place.is_shard() and size > 1 for place, size in zip(tensor.placements, sizes, strict=True))
+    return any(not place.is_replicate() and size > 1 for place, size in zip(tensor.placements, sizes, strict=True))

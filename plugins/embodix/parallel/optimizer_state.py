@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 SEPARATOR = "::"  # between a parameter's name and that of a tensor of its state; names have single dots only
 
@@ -45,8 +45,27 @@ class Repointing:
 
 def _cut_like(parameter: Tensor, whole: Tensor, value: Any) -> Any:
     if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == whole.shape:
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        return own_part(value, parameter)
     return value
+
+
+def own_part(value: Tensor, like: DTensor) -> DTensor:
+    """A tensor that every rank has whole, cut as another of its shape. What is cut twice is cut by layers first."""
+    mesh, part = like.device_mesh, value
+    for mesh_dim in reversed(range(mesh.ndim)):
+        place: Any = like.placements[mesh_dim]
+        if not place.is_replicate():
+            part = _chunk(part, place.dim, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+    assert part.shape == like.to_local().shape
+    stride = like.stride()
+    return DTensor.from_local(part.clone(), mesh, like.placements, run_check=False, shape=like.shape, stride=stride)
+
+
+def _chunk(value: Tensor, dim: int, num_parts: int, index: int) -> Tensor:
+    """As DTensors are cut: equal parts, the last ones possibly smaller or empty."""
+    size = -(-value.shape[dim] // num_parts)
+    start = min(index * size, value.shape[dim])
+    return value.narrow(dim, start, min(size, value.shape[dim] - start))
 
 
 def named_optimizer_state(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

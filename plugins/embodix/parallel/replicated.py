@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from embodix.contracts import PolicySupport, RankLayout, RunTraits
+from embodix.contracts import PolicySupport, RankBytes, RankLayout, RunTraits, StepUse
+from embodix.parallel.rank_bytes import replicated_rank_bytes
 
 
 class HostStrategy:
@@ -26,6 +27,11 @@ class HostStrategy:
         self, policy: Any, optimizer: Any, device: torch.device, layout: RankLayout, support: PolicySupport
     ) -> None:
         """None: accelerate prepares both."""
+
+    def rank_bytes(
+        self, policy: Any, layout: RankLayout, support: PolicySupport, use: StepUse, rank: int = 0
+    ) -> RankBytes:
+        return replicated_rank_bytes(policy, layout.data, use)
 
 
 class SingleStrategy(HostStrategy):

@@ -28,7 +28,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 FOLDER = "sharded"  # in a checkpoint's training_state
 METADATA_FILE = ".metadata"  # DCP writes it last
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random."
-Template = Callable[[str, torch.Size, torch.dtype], Tensor]
+Template = Callable[[str, torch.Size, torch.dtype], Tensor | None]
 
 
 def begin_saving(
@@ -61,7 +61,8 @@ def load_optimizer_state(folder: Path, template: Template, group: dist.ProcessGr
     """The optimizer's state by ``<parameter>::<key>``; every rank must call.
 
     Args:
-        template: an empty tensor like this rank's part of a parameter's state, for its name, shape and dtype.
+        template: an empty tensor like this rank's part of a parameter's state, for its name, shape and dtype; None
+            where it holds nothing of it.
 
     Raises:
         ValueError: the files are damaged.
@@ -69,7 +70,9 @@ def load_optimizer_state(folder: Path, template: Template, group: dist.ProcessGr
     wanted: dict[str, Tensor] = {}
     for key, stored in _tensors(folder, OPTIMIZER):
         name = key.removeprefix(OPTIMIZER).partition(SEPARATOR)[0]
-        wanted[key] = template(name, stored.size, stored.properties.dtype)
+        own = template(name, stored.size, stored.properties.dtype)
+        if own is not None:
+            wanted[key] = own
     _read(folder, wanted, no_dist=not dist.is_initialized(), group=group)
     return {key.removeprefix(OPTIMIZER): value for key, value in wanted.items()}
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import zeros as distributed_zeros
 
 
 class ZeroGradient(torch.autograd.Function):
@@ -25,17 +28,22 @@ class ZeroGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *unused: Tensor) -> Tensor:
-        ctx.unused = [(tensor.shape, tensor.dtype, tensor.device) for tensor in unused]
+        ctx.unused = [_zeros_like_later(tensor) for tensor in unused]
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
-        zeros = [
-            torch.zeros(shape, dtype=dtype, device=device) if need else None
-            for need, (shape, dtype, device) in zip(needed, ctx.unused, strict=True)
-        ]
+        zeros = [make_zeros() if need else None for need, make_zeros in zip(needed, ctx.unused, strict=True)]
         return gradient, *zeros
+
+
+def _zeros_like_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Makes zeros like a tensor, cut across ranks as it is, without keeping the tensor."""
+    if not isinstance(tensor, DTensor):
+        return partial(torch.zeros, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return partial(distributed_zeros, tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=placements)
 
 
 class RmsNorm(torch.autograd.Function):

@@ -79,6 +79,20 @@ class MethodInstallation:
         }
 
 
+def installed_fast_path(policy: nn.Module) -> Any:
+    """The fast path in place on a policy.
+
+    Raises:
+        ValueError: there is none.
+    """
+    method = policy.__dict__.get(REPLACED_METHODS[0])
+    if not isinstance(method, functools.partial):
+        raise ValueError(
+            f"Nothing has replaced the methods of this {type(policy).__name__}; install its wrapper first."
+        )
+    return method.func.__self__  # type: ignore[attr-defined]
+
+
 def require_supported(policy_type: str, supported: Mapping[str, str]) -> None:
     """Refuse a host version that the fast path was not written for.
 

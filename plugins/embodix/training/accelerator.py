@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
-from embodix.contracts import Placement, RankLayout
+from embodix.contracts import ComputesWholeSteps, Placement, RankLayout
 from embodix.report.steps import PHASES
 
 
@@ -120,6 +120,11 @@ class ObservedAccelerator(Accelerator):
             super().backward(loss, **kwargs)
         else:
             self._placement.backward(loss)
+
+    @property
+    def whole_step(self) -> ComputesWholeSteps | None:
+        """The placement, where it runs the micro-batches of a step together."""
+        return self._placement if isinstance(self._placement, ComputesWholeSteps) else None
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         return super().no_sync(model) if self._placement is None else self._placement.no_sync()

@@ -117,7 +117,10 @@ class Composition:
         installation = self._features.installation
         assert installation is not None
         backward = getattr(self._accelerator, "plain_backward", None)
-        self.forward = StepForward(prepared, self._accelerator, installation, self._count, phase_ended, self, backward)
+        whole_step = getattr(self._accelerator, "whole_step", None)
+        self.forward = StepForward(
+            prepared, self._accelerator, installation, self._count, phase_ended, self, backward, whole_step
+        )
 
     def wrap_schedule(self, scheduler: Any) -> Any:
         """Let the learning rate advance by samples."""

@@ -25,6 +25,7 @@ from embodix.contracts import (
     PrecisionInstallation,
     Quantizer,
     RunTraits,
+    ShapePadder,
     StoredWeight,
     TrainingPrecision,
 )
@@ -111,11 +112,13 @@ def composes_batches(selection: FeatureSelection) -> bool:
 def run_traits(cfg: DictConfig, host_cfg: TrainPipelineConfig, selection: FeatureSelection) -> RunTraits:
     """What of a run a parallel strategy is asked about."""
     policy, optimizer = host_cfg.policy, host_cfg.optimizer or host_cfg.policy.get_optimizer_preset()
+    packing = selection.packing
+    packer = None if packing.name == "none" else plugins.build("packers", packing.name, packing.options)
     return RunTraits(
         support=support_of(policy.type),
         packed=not selection.is_upstream,
         packing=selection.packing.name,
-        composes=composes_batches(selection),
+        composes=isinstance(packer, BatchComposer),
         precision=selection.precision.name,
         adapters=host_cfg.peft is not None,
         mixture=selection.mixture,
@@ -124,6 +127,8 @@ def run_traits(cfg: DictConfig, host_cfg: TrainPipelineConfig, selection: Featur
         batch_size=host_cfg.batch_size,
         evaluates_in_loop=cfg.evaluation.name == "upstream" and host_cfg.env is not None and host_cfg.eval_freq > 0,
         clips_nothing=optimizer.grad_clip_norm == 0,
+        bins_per_step=packer.bins_per_step if isinstance(packer, BatchComposer) else 1,
+        num_shapes=getattr(packer, "num_shapes", None) if isinstance(packer, ShapePadder) else None,
         checkpoint_format=cfg.checkpoint.format if host_cfg.save_checkpoint else None,
         publishes=_publication(host_cfg),
         patches=tuple(cfg.patches),

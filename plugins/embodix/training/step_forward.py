@@ -3,7 +3,8 @@
 
 Upstream calls ``policy.forward(batch)`` once and ``accelerator.backward(loss)`` once. For a step of several
 micro-batches all but the last are run through forward and backward here, without exchanging gradients; the last is
-left to upstream's loop, whose backward exchanges them. Each loss is a sum over the global count of valid action
+left to upstream's loop, whose backward exchanges them. A placement that runs all of them together is given the step as
+a whole, and nothing is left to upstream's backward. Each loss is a sum over the global count of valid action
 elements, over micro-batches and ranks, so that the gradients add up to those of the mean over all of them.
 """
 
@@ -18,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from embodix.contracts import Installation
+from embodix.contracts import ComputedPart, ComputesWholeSteps, Installation
 from embodix.data.preprocessing import MicroBatches
 from embodix.policies.settings import TokenCounts
 
@@ -57,6 +58,7 @@ class StepForward:
         phase_ended: told ``forward`` or ``backward`` when that of a micro-batch before the last has ended.
         timer: told of each micro-batch; the backward of the last is ended by upstream's loop.
         backward: of the micro-batches before the last; None for accelerate's own.
+        whole_step: a placement that runs all micro-batches together, which are then not timed; None for none.
 
     Attributes:
         token_counts: of the whole step over all ranks, None before the first.
@@ -71,11 +73,13 @@ class StepForward:
         phase_ended: Callable[[str], None],
         timer: BinTimer,
         backward: Callable[[Tensor], None] | None = None,
+        whole_step: ComputesWholeSteps | None = None,
     ) -> None:
         self.token_counts: TokenCounts | None = None
         self._prepared, self._accelerator = prepared, accelerator
         self._installation, self._count = installation, count
         self._phase_ended, self._timer = phase_ended, timer
+        self._whole_step = whole_step
         self._plain_backward = backward or functools.partial(Accelerator.backward, accelerator)
         self._replaced = prepared.__dict__.get("forward")
         self._forward = prepared.forward
@@ -86,22 +90,30 @@ class StepForward:
         parts: Sequence[Mapping[str, Any]] = batch if isinstance(batch, MicroBatches) else [batch]
         elements = [self._installation.action_elements(part) for part in parts]
         self._count.begin(sum(elements), self._accelerator)
-        losses: list[Tensor] = []
-        logged: list[dict[str, Any]] = []
-        counts: list[TokenCounts] = []
+        computed: Sequence[ComputedPart]
+        last: Tensor | None = None
+        if self._whole_step is None:
+            computed, last = self._one_by_one(parts)
+        else:
+            computed = self._whole_step.forward_step(parts)
+        value = over_ranks(torch.stack([part.loss for part in computed]).sum(), self._accelerator, "mean")
+        self.token_counts = self._total([part.counts for part in computed])
+        logged = _merged([part.logged for part in computed], elements, float(value))
+        return value if last is None else _WithValue.apply(last, value), logged
+
+    def _one_by_one(self, parts: Sequence[Mapping[str, Any]]) -> tuple[list[ComputedPart], Tensor]:
+        """What was computed, and the loss of the last micro-batch, whose backward is to come."""
+        computed = []
         for part in parts[:-1]:
             with self._accelerator.no_sync(self._prepared):
-                loss, own = self._timed_forward(part)
+                loss, logged = self._timed_forward(part)
                 self._phase_ended("forward")
                 self._backward(loss)
                 self._phase_ended("backward")
                 self._timer.bin_ended()
-            losses, logged, counts = [*losses, loss.detach()], [*logged, own], [*counts, self._counts()]
-        last, own = self._timed_forward(parts[-1])
-        losses, logged, counts = [*losses, last.detach()], [*logged, own], [*counts, self._counts()]
-        value = over_ranks(torch.stack(losses).sum(), self._accelerator, "mean")
-        self.token_counts = self._total(counts)
-        return _WithValue.apply(last, value), _merged(logged, elements, float(value))
+            computed.append(ComputedPart(loss.detach(), logged, self._counts()))
+        last, logged = self._timed_forward(parts[-1])
+        return [*computed, ComputedPart(last.detach(), logged, self._counts())], last
 
     def release(self) -> None:
         """Put the policy's own ``forward`` back."""
