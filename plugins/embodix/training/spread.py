@@ -91,6 +91,11 @@ class SpreadRun:
         if saves_parts(self._checkpoint, layout):
             self.saver = BackgroundSaver(run, self._checkpoint["most_failures"], on_finished)
 
+    def read_again(self, policy: Any, optimizer: Any, run: ObservedAccelerator) -> None:
+        """What every rank holds after some steps, with the optimizer's state; every rank must call."""
+        reports = rank_reports(policy, optimizer, self.placement, run)
+        self.effective = described(self._choice.name, self._choice.layout, reports)
+
     def restore_random_state(self, run: ObservedAccelerator) -> None:
         """That of the checkpoint, of each rank its own where it is there: accelerate draws a seed for the shuffle of
         several processes where it prepares them."""
