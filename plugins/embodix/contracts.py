@@ -1132,9 +1132,12 @@ class ParallelStrategy(Protocol):
 
     Attributes:
         name: as it is registered, and its option of the group ``parallel``.
+        keeps_whole: every rank has the whole policy and the whole state of its optimizer, as the host made them, so that
+            the host can save, evaluate and publish them.
     """
 
     name: str
+    keeps_whole: bool
 
     def layout(self, num_processes: int) -> RankLayout:
         """The arrangement of so many processes.

@@ -42,6 +42,7 @@ class FullyShardedStrategy:
     """
 
     name = "fsdp2"
+    keeps_whole = False
 
     def __init__(self, shard: int | None = None) -> None:
         self._shard = shard
