@@ -18,6 +18,7 @@ class Zero1Strategy:
     """``parallel=zero1``: the optimizer's state and float32 master weights cut across ranks."""
 
     name = "zero1"
+    keeps_whole = False
     stage = 1
 
     @staticmethod
@@ -40,16 +41,6 @@ class Zero1Strategy:
             yield (
                 f"parallel={self.name} computes in the policy's own dtype; got precision={run.precision}. Choose "
                 "precision=none, or parallel=ddp."
-            )
-        if run.clips_nothing:
-            yield (
-                f"parallel={self.name} needs a norm to clip gradients at, since upstream takes their norm by itself "
-                "otherwise; got a grad_clip_norm of 0. Set it high, to 1e9, to clip nothing."
-            )
-        if run.adapters:
-            yield (
-                f"parallel={self.name} cuts the state of all parameters; got peft=lora, whose adapters are trained "
-                "alone. Choose parallel=ddp, which holds no optimizer state of the frozen weights either."
             )
 
     def place(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from embodix.cli.ranks import resolved_folders, with_first_ranks_folder
+from embodix.cli.ranks import OTHERS_LOG, resolved_folders, with_first_ranks_folder
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_the_others_take_the_first_ones_folder(launched: TCPStore, monkeypatch: 
     assert [first[0], *first[3:]] == ["-m", "train.steps=3"]
     monkeypatch.setenv("RANK", "1")
     second = with_first_ranks_folder("train", ["train.steps=3"])
-    assert second == [*first[1:3], "hydra/job_logging=stdout", "train.steps=3"]
+    assert second == [*first[1:3], *OTHERS_LOG, "train.steps=3"]
 
 
 @pytest.mark.parametrize("variables", [{}, {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "1"}])

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from embodix.cli.hydra_app import run_hydra_app, write_hydra_record
+from embodix.cli.ranks import with_first_ranks_folder
+from embodix.launched_rank import is_first_rank
 
 if TYPE_CHECKING:
     from embodix.report.compare import SpeedBound
@@ -24,17 +26,15 @@ def compare_task(cfg: DictConfig) -> None:
 
     output_dir = Path(HydraConfig.get().runtime.output_dir)
     with owned_folder(output_dir):
-        _require_new(output_dir)
-        write_hydra_record(cfg)
+        if is_first_rank():
+            _require_new(output_dir)
+            write_hydra_record(cfg)
         _compare(cfg, list(HydraConfig.get().overrides.task), output_dir)
 
 
 def _compare(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
-    from embodix.report.comparison_page import write_comparison
-    from embodix.report.comparison_table import print_comparison
-    from embodix.report.runs import EVALUATION_FOLDER
     from embodix.training.host_context import host_context
-    from embodix.training.lockstep import compose_variants, measure_memory, train_side_by_side
+    from embodix.training.lockstep import compose_variants, train_side_by_side
 
     variants = compose_variants(cfg.compare, overrides, output_dir)
     evaluates = cfg.compare.evaluate and cfg.env is not None
@@ -44,14 +44,34 @@ def _compare(cfg: DictConfig, overrides: list[str], output_dir: Path) -> None:
         sessions = train_side_by_side(variants)
         for session in sessions:
             session.close()
-    if evaluates:
-        _evaluate(sessions, cfg, output_dir / EVALUATION_FOLDER)
+    if is_first_rank():
+        _report(variants, sessions if evaluates else [], cfg, output_dir)
+
+
+def _report(variants: list[Variant], evaluated: list[TrainingSession], cfg: DictConfig, output_dir: Path) -> None:
+    """What one process does alone when all have trained."""
+    from embodix.report.comparison_page import write_comparison
+    from embodix.report.comparison_table import print_comparison
+    from embodix.report.runs import EVALUATION_FOLDER
+
+    if evaluated:
+        _evaluate(evaluated, cfg, output_dir / EVALUATION_FOLDER)
     if cfg.compare.measure_memory:
-        for name, memory in measure_memory(variants).items():
-            _amend_manifest(output_dir / "variants" / name / "manifest.json", memory)
+        _measure_memory(variants, output_dir)
     report = write_comparison(output_dir, baseline=variants[0].name, bounds=_bounds(variants))
     print_comparison(report)
     print(f"Report: {output_dir / 'report.html'}")
+
+
+def _measure_memory(variants: list[Variant], output_dir: Path) -> None:
+    from embodix.training.lockstep import measure_memory
+    from embodix.training.variant_ranks import on_several_machines
+
+    if on_several_machines():
+        print("Peak memory is not that of each variant by itself: the processes are on several machines.")
+        return
+    for name, memory in measure_memory(variants).items():
+        _amend_manifest(output_dir / "variants" / name / "manifest.json", memory)
 
 
 def _require_new(output_dir: Path) -> None:
@@ -111,4 +131,4 @@ def _amend_manifest(path: Path, memory: Any) -> None:
 
 
 def run(argv: list[str]) -> int:
-    return run_hydra_app("compare", compare_task, argv)
+    return run_hydra_app("compare", compare_task, with_first_ranks_folder("compare", argv))

@@ -16,6 +16,8 @@ from embodix.config.compose import CONFIG_MODULE, register_schemas
 from embodix.launched_rank import is_first_rank
 
 FOLDERS = ("run", "sweep")
+# Of the ranks but the first, whatever handlers a command's own config names.
+OTHERS_LOG = ("hydra/job_logging=stdout", "hydra.job_logging.root.handlers=[console]")
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -35,7 +37,7 @@ def with_first_ranks_folder(config_name: str, argv: list[str]) -> list[str]:
         folders = resolved_folders(config_name, argv)
         store.set(key, json.dumps(folders))
         return _inserted(argv, folders)
-    return _inserted(argv, [*json.loads(store.get(key)), "hydra/job_logging=stdout"])
+    return _inserted(argv, [*json.loads(store.get(key)), *OTHERS_LOG])
 
 
 def resolved_folders(config_name: str, argv: list[str]) -> list[str]:

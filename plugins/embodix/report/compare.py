@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodix.report.evaluation import PairedSuccess, pair_success
+from embodix.report.ranks import RanksSummary
 from embodix.report.runs import (
     ReferenceDifference,
     Run,
@@ -31,7 +32,18 @@ from embodix.report.steps import PHASES, StepRecord
 # Settings that say how a step is computed, watched or stored, not what is learned from which samples.
 _HOW_NOT_WHAT = (
     *("attention", "packing", "vision_tokens", "patches", "plugin", "preprocessing", "reads", "strict_plugins"),
-    *("compare", "env", "eval", "evaluation", "logging", "output_dir", "resume", "step_clock"),
+    *(
+        "checkpoint",
+        "parallel",
+        "compare",
+        "env",
+        "eval",
+        "evaluation",
+        "logging",
+        "output_dir",
+        "resume",
+        "step_clock",
+    ),
     *("policy.compile_mode", "policy.compile_model", "policy.gradient_checkpointing"),
     *("train.eval_freq", "train.job_name", "train.log_freq", "train.num_workers", "train.output_dir"),
     *("train.save_checkpoint", "train.save_freq"),
@@ -40,6 +52,9 @@ DATA_WAIT_LIMIT = 0.15  # share of wall-clock time above which the data loader d
 # Relative loss difference of the first step (same weights, same samples) that rounding alone explains.
 ROUNDING = {"float32": 1e-6, "bfloat16": 2e-2}
 LOW_PRECISION_ROUNDING = 2e-2
+# Between parallel strategies a wrong gradient shows from the second step on: the largest difference of the first steps,
+# as a multiple of the first one's tolerance.
+STRATEGY_STEPS, STRATEGY_GROWTH = 5, 10
 
 
 @dataclass(frozen=True)
@@ -74,11 +89,13 @@ class PairSummary:
         largest_loss_difference: relative, over all common steps; ``largest_at_step`` says where.
         reference: the differences from the reference where upstream's own batch is not it, or None.
         same_function: whether the difference from the reference is rounding: from upstream's batch at the first step,
-            or from ``reference`` where there is one. Never where matrix products are computed in different precisions,
+            or from ``reference`` where there is one; between parallel strategies also the difference of the first steps
+            after it, ``early_difference``. Never where matrix products are computed in different precisions,
             nor where a loss is not finite: two broken runs have no function to compare.
         algorithm_changes: settings that change what is learned, and so may explain a difference.
-        flop_ratio: baseline / variant of torch's counted FLOPs, or None.
-        bound: the analytic bound, or None.
+        flop_ratio: baseline / variant of torch's counted FLOPs; None where one was not counted, or counts a rank's part
+            of a sample.
+        bound: the analytic bound, or None; also where both compute the same operations.
     """
 
     name: str
@@ -91,6 +108,7 @@ class PairSummary:
     first_loss_difference: float
     largest_loss_difference: float
     largest_at_step: int
+    early_difference: float | None
     reference: ReferenceDifference | None
     same_function: bool
     tolerance: float
@@ -254,7 +272,10 @@ def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None)
     tolerance = _tolerance(run)
     reference = ReferenceDifference.from_manifest(run.manifest.reference_check)
     same_samples = composed_as(base) == composed_as(run)
-    counted = (base.manifest.flops_per_step, run.manifest.flops_per_step) if same_samples else (None, None)
+    ranks = [RanksSummary.from_settings(item.manifest.settings) for item in (base, run)]
+    early = _early_difference([difference for difference, _ in differences]) if ranks[0] and ranks[1] else None
+    comparable = same_samples and not any(item and item.splits_work for item in ranks)
+    counted = (base.manifest.flops_per_step, run.manifest.flops_per_step) if comparable else (None, None)
     speeds = [_samples_per_second(item, clock, num_warmup) for item in (run, base)]
     return PairSummary(
         name=run.name,
@@ -267,17 +288,23 @@ def _pair(base: Run, run: Run, bound: SpeedBound | None, num_warmup: int | None)
         first_loss_difference=differences[0][0],
         largest_loss_difference=largest,
         largest_at_step=largest_at,
+        early_difference=early,
         reference=reference,
         same_function=same_samples
+        and (early is None or reference is not None or early <= STRATEGY_GROWTH * tolerance)
         and math.isfinite(largest)
         and precision_words(base) == precision_words(run)
         and (differences[0][0] if reference is None else reference.variant) <= tolerance,
         tolerance=tolerance,
         algorithm_changes=_algorithm_changes(base, run),
         flop_ratio=counted[0] / counted[1] if counted[0] and counted[1] else None,
-        bound=bound,
+        bound=None if ranks[1] and bound and bound.this_size == 1 else bound,
         success=pair_success(base.evaluation, run.evaluation) if base.evaluation and run.evaluation else None,
     )
+
+
+def _early_difference(differences: Sequence[float]) -> float:
+    return max(differences[:STRATEGY_STEPS])
 
 
 def composed_as(run: Run) -> dict[str, Any] | None:

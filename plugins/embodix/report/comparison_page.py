@@ -11,12 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from embodix.report import plots
-from embodix.report.compare import CompareReport, PairSummary, SpeedBound, compare_runs
+from embodix.report.compare import STRATEGY_GROWTH, STRATEGY_STEPS, CompareReport, PairSummary, SpeedBound, compare_runs
 from embodix.report.manifest import write_text_atomically
 from embodix.report.page import HTML_NAME, TERMS, Card, Page, colour, provenance_rows
+from embodix.report.ranks import COUNTED, RanksSummary, exchange_words
 from embodix.report.runs import VariantSummary, precision_terms, read_variants
 from embodix.report.steps import PHASES
-from embodix.report.words import PHASE_NAMES, count, difference, percent, quantity, ratio, success_words
+from embodix.report.words import (
+    PHASE_NAMES,
+    count,
+    difference,
+    memory,
+    percent,
+    quantity,
+    ratio,
+    success_words,
+)
 
 JSON_NAME = "report.json"
 GLOSSARY = {
@@ -88,6 +98,9 @@ def render_comparison(report: CompareReport) -> str:
         summary=[_summary_row(report, variant) for variant in report.variants],
         phases=[(PHASE_NAMES[phase], phase) for phase in PHASES],
         work=[_work_row(report, variant) for variant in report.variants],
+        spread=[(variant.name, variant.ranks) for variant in report.variants if variant.ranks is not None],
+        exchange_words=exchange_words,
+        how_counted=COUNTED,
         bounds=[pair for pair in report.pairs if pair.bound is not None],
         evaluated=[variant for variant in report.variants if variant.evaluation is not None],
     )
@@ -157,7 +170,7 @@ def _plain(value: Any) -> Any:
 
 def verdicts(report: CompareReport, pair: PairSummary) -> list[Card]:
     """The findings on one variant, most important first."""
-    found = [_function_verdict(pair), _speed_verdict(report, pair), _bound_verdict(pair)]
+    found = [_function_verdict(pair), _speed_verdict(report, pair), _ranks_verdict(report, pair), _bound_verdict(pair)]
     success = _success_verdict(report, pair)
     return [item for item in (*found, success) if item is not None]
 
@@ -173,11 +186,12 @@ def what_was_run(report: CompareReport) -> str:
         data = f" on a mixture of {' and '.join(dataset['members'])}"
     device = ", ".join(provenance.gpu) if str(policy.get("device", "cpu")).startswith("cuda") else provenance.cpu
     threads = f", {count(provenance.num_threads, 'thread')}" if provenance.num_threads else ""
+    ranks = "" if base.ranks is None else f", in {base.ranks.num_ranks} processes of which the times are the first's"
     return (
         f"{len(report.variants)} variants of the policy {policy.get('type', 'that was configured')}{size} "
         f"trained{data}, in {policy.get('dtype', 'the default precision')}, {base.batch_size:.3g} samples a step, "
-        f"seed {run.manifest.seed}, on {device}{threads}. The baseline is {report.baseline}; every other variant is "
-        f"compared with it step by step. {count(base.num_warmup, 'step')} of {base.num_steps} are left out of the "
+        f"seed {run.manifest.seed}, on {device}{threads}{ranks}. The baseline is {report.baseline}; every other variant "
+        f"is compared with it step by step. {count(base.num_warmup, 'step')} of {base.num_steps} are left out of the "
         "times: warm-up, and the step in which operations were counted."
     )
 
@@ -197,7 +211,11 @@ def _function_verdict(pair: PairSummary) -> Card:
         f"Largest relative loss difference {largest} over {count(pair.num_common_steps, 'step')} (at step "
         f"{pair.largest_at_step}); {first} at the first step"
     )
-    if pair.reference is None:
+    if pair.reference is None and pair.early_difference is not None:
+        limit = f"where up to {pair.tolerance:.0e} at the first step and {STRATEGY_GROWTH * pair.tolerance:.0e}"
+        early = f"{difference(pair.early_difference)} in the first {min(STRATEGY_STEPS, pair.num_common_steps)}"
+        sentence = f"{over_steps}, {early}, {limit} in those is rounding."
+    elif pair.reference is None:
         sentence = f"{over_steps}, {rounding}."
     else:
         sentence = (
@@ -234,10 +252,34 @@ def _speed_verdict(report: CompareReport, pair: PairSummary) -> Card | None:
     )
 
 
+def _ranks_verdict(report: CompareReport, pair: PairSummary) -> Card | None:
+    ours, theirs = report.variant(pair.name).ranks, report.variant(report.baseline).ranks
+    if ours is None or theirs is None:
+        return None
+    exchanged = ""
+    if ours.exchanged_bytes is not None and theirs.exchanged_bytes is not None:
+        exchanged = (
+            f" In one step {pair.name} exchanged {memory(ours.exchanged_bytes)} ({exchange_words(ours)}), "
+            f"{report.baseline} {memory(theirs.exchanged_bytes)} ({exchange_words(theirs)})."
+        )
+    return Card(
+        "Held by a rank",
+        memory(ours.held_bytes),
+        f"Parameters and optimizer state of {pair.name} ({_spread_words(ours)}); {memory(theirs.held_bytes)} of "
+        f"{report.baseline} ({_spread_words(theirs)}).{exchanged}",
+        colour(ours.held_bytes <= theirs.held_bytes),
+    )
+
+
+def _spread_words(ranks: RanksSummary) -> str:
+    return f"{ranks.strategy}, {ranks.layout}"
+
+
 def _bound_verdict(pair: PairSummary) -> Card | None:
     counted = f" Torch counted {ratio(pair.flop_ratio)} in this run." if pair.flop_ratio else ""
     if pair.bound is None:
-        if pair.flop_ratio is None:
+        same_work = pair.early_difference is not None and pair.flop_ratio is not None and round(pair.flop_ratio, 2) == 1
+        if pair.flop_ratio is None or same_work:
             return None
         return Card("Bound at this size", ratio(pair.flop_ratio), f"By floating-point operations.{counted}", "good")
     bound = pair.bound

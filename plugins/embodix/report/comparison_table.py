@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -11,11 +12,15 @@ from rich.table import Table
 from embodix.report.compare import CompareReport, compare_runs
 from embodix.report.comparison_page import loss_difference, verdict_line, write_report
 from embodix.report.page import HTML_NAME
+from embodix.report.ranks import RanksSummary
 from embodix.report.runs import VariantSummary, read_sweep
 from embodix.report.steps import PHASES
 from embodix.report.words import PHASE_NAMES, memory, percent, quantity, ratio, success_words
 
-_SHORT_LIST = ("speed ratio", "FLOP bound", "samples/s, wall clock", "final loss", "largest loss difference", "success")
+_SHORT_LIST = (
+    *("speed ratio", "FLOP bound", "samples/s, wall clock", "final loss", "largest loss difference", "success"),
+    *("parameters cut, a rank", "optimizer state, a rank", "exchanged a step"),
+)
 
 
 def print_comparison(report: CompareReport, console: Console | None = None) -> None:
@@ -104,11 +109,28 @@ def comparison_rows(report: CompareReport) -> list[tuple[str | None, list[str]]]
             lambda v: loss_difference(pairs[v.name]) if v.name in pairs else "",
         ),
     ]
+    rows += [separator, *_rank_rows(report)] if any(variant.ranks for variant in report.variants) else []
     if any(variant.evaluation for variant in report.variants):
         rows.append(row("success", lambda v: success_words(v.evaluation.success) if v.evaluation else ""))
         for control in dict.fromkeys(c for v in report.variants if v.evaluation for c in v.evaluation.controls):
             rows.append(row(f"  {control.replace('_', '-')} control", lambda v, c=control: _control(v, c)))
     return rows
+
+
+def _rank_rows(report: CompareReport) -> list[tuple[str | None, list[str]]]:
+    """How each variant was spread; bytes of the rank that holds most."""
+
+    def row(label: str, cell: Callable[[RanksSummary], str]) -> tuple[str | None, list[str]]:
+        return label, ["" if variant.ranks is None else cell(variant.ranks) for variant in report.variants]
+
+    return [
+        row("strategy", lambda r: r.strategy),
+        row("ranks", lambda r: f"{r.num_ranks}: {r.layout}"),
+        row("parameters cut, a rank", lambda r: memory(r.cut_bytes)),
+        row("parameters whole, a rank", lambda r: memory(r.whole_bytes)),
+        row("optimizer state, a rank", lambda r: memory(r.optimizer_bytes)),
+        row("exchanged a step", lambda r: "not counted" if r.exchanged_bytes is None else memory(r.exchanged_bytes)),
+    ]
 
 
 def _control(variant: VariantSummary, name: str) -> str:

@@ -15,6 +15,7 @@ import yaml
 
 from embodix.report.evaluation import RESULTS_FILE, Evaluation, read_evaluation
 from embodix.report.manifest import Manifest, load_manifest
+from embodix.report.ranks import RanksSummary
 from embodix.report.steps import PHASES, StepRecord, read_steps
 
 VARIANTS_FOLDER, EVALUATION_FOLDER = "variants", "evaluation"
@@ -188,6 +189,7 @@ class VariantSummary:
     peak_memory_bytes: int | None
     peak_memory_source: str | None
     num_parameters: int | None
+    ranks: RanksSummary | None
     evaluation: Evaluation | None
 
 
@@ -221,6 +223,7 @@ def summarise(run: Run, num_warmup: int | None = None) -> VariantSummary:
         peak_memory_bytes=manifest.peak_memory_bytes,
         peak_memory_source=manifest.peak_memory_source,
         num_parameters=manifest.num_parameters,
+        ranks=RanksSummary.from_settings(manifest.settings),
         evaluation=run.evaluation,
     )
 

@@ -3,14 +3,15 @@
 
 Each variant is upstream's own ``train()`` in a thread of its own; a turnstile lets exactly one of them run, a step at a
 time in turn, and swaps the process-wide random state when the turn changes, so that each sees the stream it would see
-alone. Alternating A B A B makes the drift of the machine fall on all alike.
+alone. Alternating A B A B makes the drift of the machine fall on all alike. Several ranks run the same cycle, so that
+what they exchange matches; their group of processes ends after the last variant.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from lerobot.scripts import lerobot_train
 from lerobot.utils.random_utils import get_rng_state, set_rng_state
 from omegaconf import DictConfig, OmegaConf
@@ -26,18 +29,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from embodix.checks.guard import require_sound_data
 from embodix.config.compose import compose_train
+from embodix.launched_rank import is_first_rank, launched_processes
+from embodix.parallel.choice import choose_parallel
 from embodix.patching import replace_attribute
 from embodix.policies.support import support_of
 from embodix.report.steps import StepRecord
-from embodix.training.accelerator import ObservedAccelerator
 from embodix.training.adapters import settle_adapters
 from embodix.training.config_checks import say_what_differs, sound_host_config
-from embodix.training.features import select_training_features
+from embodix.training.features import named_choice, run_traits, select_training_features
 from embodix.training.host_config import decode_host_config, fill_missing_preset
 from embodix.training.host_context import required_patches
 from embodix.training.run_data import require_trainable_dataset
 from embodix.training.schedule import fresh_schedule
 from embodix.training.session import MANIFEST_FILE, TrainingSession
+from embodix.training.variant_ranks import (
+    VariantAccelerator,
+    rank_launcher,
+    require_same_samples,
+    without_launcher,
+)
 
 
 class AbandonedError(RuntimeError):
@@ -158,7 +168,8 @@ def compose_variants(settings: DictConfig, overrides: list[str], output_dir: Pat
     """
     common = [o for o in overrides if not o.lstrip("+~").startswith(("compare.", "compare=", "hydra"))]
     variants = []
-    for name, own in settings.variants.items():
+    chosen = {name: own for name, own in settings.variants.items() if own is not None}
+    for name, own in chosen.items():
         cfg = compose_train([*common, *own, "step_clock.synchronize=true"])
         cfg.train.output_dir = str(output_dir / "variants" / str(name))
         cfg.train.eval_freq = 0  # evaluated once, after training, on the same seeds
@@ -196,10 +207,17 @@ def _differs(reference: Variant, variant: Variant, name: str, wanted: Any, got: 
 def train_side_by_side(variants: list[Variant]) -> list[TrainingSession]:
     """Run every variant's upstream loop, one step of each in turn; call inside the host context.
 
-    The sessions are still open on return, so that the trained policies can be evaluated; close each when done.
+    The sessions are still open on return, so that the trained policies can be evaluated; close each when done. The
+    group of the ranks, where there are several, has ended.
+
+    Raises:
+        ValueError: a variant that can't be trained on these ranks, or variants that can't be compared on them.
     """
     with _progress(variants) as on_step:
         sessions = [_session(variant, on_step(variant.name)) for variant in variants]
+        require_same_samples(sessions)
+        for variant, session in zip(variants, sessions, strict=True):
+            _prepare_data(variant, session)
         say_what_differs(sessions[0].host_cfg)
         for session in sessions[1:]:
             session.data.announces = False  # one table of the data that all share
@@ -207,6 +225,7 @@ def train_side_by_side(variants: list[Variant]) -> list[TrainingSession]:
         with ExitStack() as stack:  # several loops share one terminal: one display, and logs to Hydra's file only
             stack.callback(replace_attribute(lerobot_train, "tqdm", _QuietProgress))
             stack.callback(replace_attribute(lerobot_train, "init_logging", _keep_logging))
+            stack.callback(_end_group)
             run_in_turns(loops)
     return sessions
 
@@ -215,32 +234,47 @@ def _session(variant: Variant, on_step: Callable[[StepRecord], None]) -> Trainin
     host_cfg = decode_host_config(variant.cfg)
     fill_missing_preset(host_cfg)
     settle_adapters(host_cfg, variant.cfg.peft)
+    selection = select_training_features(variant.cfg)
+    parallel = named_choice(variant.cfg.parallel)
+    traits = run_traits(variant.cfg, host_cfg, selection)
+    placed = choose_parallel(parallel.name, parallel.options, traits, launched_processes())
     config: Any = OmegaConf.to_container(variant.cfg, resolve=True)
-    require_trainable_dataset(host_cfg, config["dataset"])
-    require_sound_data(host_cfg, config)
-    support_of(variant.cfg.policy.type).prepare_assets(variant.cfg, host_cfg)
     return TrainingSession(
         name=variant.name,
         host_cfg=host_cfg,
-        selection=select_training_features(variant.cfg),
+        selection=selection,
         config=config,
         overrides=variant.overrides,
         synchronize=variant.cfg.step_clock.synchronize,
         count_flops_at=variant.cfg.step_clock.count_flops_at,
-        check_reference=True,
+        check_reference=placed.layout.num_processes == placed.layout.data,  # upstream's forward needs whole parameters
         on_step=on_step,
         schedule=fresh_schedule(variant.cfg.schedule, host_cfg),
+        parallel=placed,
     )
+
+
+def _prepare_data(variant: Variant, session: TrainingSession) -> None:
+    require_trainable_dataset(session.host_cfg, session.config["dataset"])
+    require_sound_data(session.host_cfg, session.config)
+    support_of(variant.cfg.policy.type).prepare_assets(variant.cfg, session.host_cfg)
 
 
 def _loop(session: TrainingSession) -> Callable[[Callable[[], None]], None]:
     def loop(pass_on: Callable[[], None]) -> None:
         session.between_steps = pass_on
         session.activate()
-        force_cpu = session.host_cfg.policy is not None and session.host_cfg.policy.device == "cpu"
-        lerobot_train.train(session.host_cfg, accelerator=ObservedAccelerator(session, force_cpu))
+        accelerator = VariantAccelerator(session)
+        session.host_cfg.output_dir = Path(broadcast_object_list([str(session.output_dir)])[0])
+        lerobot_train.train(session.host_cfg, accelerator=accelerator)
 
     return loop
+
+
+def _end_group() -> None:
+    """Once for all variants, also after one has failed: a rank that waits for this one then fails instead."""
+    if launched_processes() > 1 and PartialState._shared_state:
+        PartialState().destroy_process_group()
 
 
 def _keep_logging(**kwargs: Any) -> None:
@@ -264,7 +298,7 @@ class _QuietProgress:
 def _progress(variants: list[Variant]) -> Iterator[Callable[[str], Callable[[StepRecord], None]]]:
     """A progress bar a variant with its loss and mean CPU time per step."""
     columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[status]}")) as progress:
+    with Progress(*columns, TextColumn("{task.fields[status]}"), disable=not is_first_rank()) as progress:
         tasks = {v.name: progress.add_task(v.name, total=v.cfg.train.steps, status="") for v in variants}
 
         def observer(name: str) -> Callable[[StepRecord], None]:
@@ -279,7 +313,8 @@ def _progress(variants: list[Variant]) -> Iterator[Callable[[str], Callable[[Ste
 
 
 def measure_memory(variants: list[Variant], num_steps: int = 2) -> dict[str, Mapping[str, Any]]:
-    """Peak memory of each variant in a process of its own, as its manifest states it.
+    """Peak memory of each variant by itself, as its manifest states it: of a process, and of the first where there are
+    several. The ranks of this command must be on this machine.
 
     Raises:
         RuntimeError: a run failed; the message carries the end of its output.
@@ -293,8 +328,9 @@ def _memory_of(variant: Variant, num_steps: int) -> Mapping[str, Any]:
         own = (f"train.steps={num_steps}", "train.save_checkpoint=false", f"train.output_dir={output_dir}")
         # Fields, not groups: with another group, fields of env or logging set on the command line would not exist.
         quiet = ("logging.name=none", "train.eval_freq=0", f"hydra.run.dir={folder}/hydra", "train.log_freq=0")
-        command = [sys.executable, "-m", "embodix", "train", *variant.overrides, *own, *quiet]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [*rank_launcher(launched_processes()), "-m", "embodix", "train", *variant.overrides, *own, *quiet]
+        environment = without_launcher(os.environ)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode != 0:
             raise RuntimeError(f"Measuring the memory of {variant.name!r} failed:\n{done.stderr[-2000:]}")
         manifest = json.loads((output_dir / MANIFEST_FILE).read_text())

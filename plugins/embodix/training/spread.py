@@ -88,8 +88,13 @@ class SpreadRun:
                 logging.info("%s", report.line)
         if self._resumed_from is not None:
             take_over(self._resumed_from, policy, optimizer, self.placement)
-        if saves_parts(self._checkpoint, layout):
+        if saves_parts(self._checkpoint, self._choice.strategy):
             self.saver = BackgroundSaver(run, self._checkpoint["most_failures"], on_finished)
+
+    def read_again(self, policy: Any, optimizer: Any, run: ObservedAccelerator) -> None:
+        """What every rank holds after some steps, with the optimizer's state; every rank must call."""
+        reports = rank_reports(policy, optimizer, self.placement, run)
+        self.effective = described(self._choice.name, self._choice.layout, reports)
 
     def restore_random_state(self, run: ObservedAccelerator) -> None:
         """That of the checkpoint, of each rank its own where it is there: accelerate draws a seed for the shuffle of
