@@ -1017,7 +1017,7 @@ class RunTraits:
     clips_nothing: bool = False
     bins_per_step: int = 1
     num_shapes: int | None = None
-    checkpoint_format: str | None = "auto"
+    checkpoint_format: str | None = None
     publishes: str | None = None
     patches: tuple[str, ...] = ()
 
