@@ -184,7 +184,9 @@ def unaveraged(case: Case, place: Place) -> dict[str, Any]:
 
     def place_damaged(policy: Any, optimizer: Any, support: Any) -> Placement:
         placement = place(policy, optimizer, support)
-        bare_policy(policy).get_submodule(DAMAGED_UNIT).set_gradient_divide_factor(1.0)
+        unit: Any = bare_policy(policy).get_submodule(DAMAGED_UNIT)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(1.0)
         return placement
 
     return dict(as_plain(train_placed(case, place_damaged, num_steps=2)))

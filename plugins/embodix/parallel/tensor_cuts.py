@@ -33,11 +33,11 @@ def _cut_last(path: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(name, nn.Parameter(cut))
 
 
-def _as_whole(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+def _as_whole(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
     return tuple(DTensor.from_local(value, mesh, [Replicate()], run_check=False) for value in inputs)
 
 
-def _gathered(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+def _gathered(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
     return output.redistribute(mesh, [Replicate()]).to_local()
 
 
