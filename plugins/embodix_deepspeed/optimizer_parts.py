@@ -97,12 +97,12 @@ class OptimizerParts:
                 template[key] = None if alike and value.dim() else value
         for flat in self.flats():
             own = self._optimizer.state[flat]
+            for held in own.values():
+                held.zero_()
             for key, value in template.items():
                 if value is not None:
                     own[key] = value.detach().clone()
-                elif key in own:
-                    own[key].zero_()
-                else:
+                elif key not in own:
                     own[key] = torch.zeros_like(flat, requires_grad=False)
 
     def _fill(self, parameter: nn.Parameter, values: Mapping[str, Any]) -> None:
