@@ -10,7 +10,7 @@ uv=$([ -x .tools/bin/uv ] && echo .tools/bin/uv || command -v uv)
 
 compile() {
   UV_CUSTOM_COMPILE_COMMAND="make lock" "$uv" pip compile pyproject.toml --quiet --universal --python-version 3.12 \
-    --extra sims --extra pusht --extra groot --extra lora --extra fp8 --extra sweep --extra logging --extra dev \
+    --extra sims --extra pusht --extra groot --extra lora --extra fp8 --extra deepspeed --extra sweep --extra logging --extra dev \
     --generate-hashes --no-emit-index-url --no-emit-find-links "$@"
 }
 

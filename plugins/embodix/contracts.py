@@ -401,8 +401,8 @@ class PolicySupport:
         """
         raise self._not_offered("units to shard", "parallel=ddp")
 
-    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
-        """How its layers are cut across so many ranks.
+    def tensor_plan(self, policy: Any) -> TensorPlan:
+        """How its layers are cut across ranks.
 
         Raises:
             NotOfferedError: not known.
@@ -918,8 +918,10 @@ class TensorPlan:
         rows: linear layers whose input features are cut, and come cut; the ranks' outputs are summed.
         rows_of_whole: the same where the input comes whole.
         gathered_columns: linear layers and embeddings whose output features are cut, and gathered.
-        shared_columns: the same, whose gathered output is read by what is cut, as key/value heads by the query heads of
-            each rank: the gradients of the output are summed.
+        gathered_modules: modules of another kind, made of torch's operations: their parameters are cut along the last
+            dimension, that of their output features, and their output is gathered.
+        shared_columns: as gathered columns, but the output is read by what is cut, as a key/value head by the query
+            heads of each rank: the gradients of the output are summed.
         summed_parameters: patterns of parameters that every rank holds whole and reads with what is cut: their
             gradients are summed.
         heads: module -> attribute that counts heads of which every rank has a part.
@@ -930,6 +932,7 @@ class TensorPlan:
     rows: tuple[str, ...] = ()
     rows_of_whole: tuple[str, ...] = ()
     gathered_columns: tuple[str, ...] = ()
+    gathered_modules: tuple[str, ...] = ()
     shared_columns: tuple[str, ...] = ()
     summed_parameters: tuple[str, ...] = ()
     heads: Mapping[str, str] = field(default_factory=dict)
@@ -1122,6 +1125,16 @@ class ComputesWholeSteps(Protocol):
         ...
 
 
+@runtime_checkable
+class TellsNeeds(Protocol):
+    """A registered strategy's class that needs more than an install of embodix brings, for ``embodix doctor``."""
+
+    @staticmethod
+    def needs() -> str | None:
+        """What is missing here and how to get it, None where nothing is; looked for without importing it."""
+        ...
+
+
 class ParallelStrategy(Protocol):
     """How a training step is spread over processes (hook ``register_parallel_strategies``).
 
@@ -1129,9 +1142,12 @@ class ParallelStrategy(Protocol):
 
     Attributes:
         name: as it is registered, and its option of the group ``parallel``.
+        keeps_whole: every rank has the whole policy and the whole state of its optimizer, as the host made them, so that
+            the host can save, evaluate and publish them.
     """
 
     name: str
+    keeps_whole: bool
 
     def layout(self, num_processes: int) -> RankLayout:
         """The arrangement of so many processes.

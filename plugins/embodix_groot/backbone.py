@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from embodix.contracts import Packer
 from embodix.packing.layout import PackedLayout
-from embodix.policies.functional import GatedSilu, RmsNorm, Rotate, ZeroGradient, is_untouched
+from embodix.policies.functional import GatedSilu, RmsNorm, Rotate, is_untouched, with_zero_gradients
 from embodix.policies.units import call_unit
 from embodix_groot.attention import TokenAttention
 
@@ -49,7 +49,7 @@ def backbone_features(backbone: Any, plan: TokenPlan, pixels_I3HW: Tensor, atten
     features_NW = backbone.eagle_linear(features_NW)
     if backbone.training and backbone.tune_visual:
         # Upstream adds 0 * (sum of all vision parameters), which gives those that nothing reads a zero gradient.
-        return ZeroGradient.apply(features_NW, *_unread_vision_parameters(eagle))
+        return with_zero_gradients(features_NW, *_unread_vision_parameters(eagle))
     return features_NW
 
 

@@ -138,10 +138,10 @@ class GrootN15(PolicySupport):
 
         return shard_units(policy)
 
-    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+    def tensor_plan(self, policy: Any) -> TensorPlan:
         from embodix_groot.sharding import tensor_plan
 
-        return tensor_plan(policy, num_ranks)
+        return tensor_plan(policy)
 
     def sample_layout(self, policy: Any) -> SampleLayout:
         from embodix_groot.counting import sample_layout

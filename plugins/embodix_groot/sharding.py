@@ -18,6 +18,8 @@ _STACKS = (
     f"{_HEAD}.model.transformer_blocks",
 )
 
+_OF_EMBODIMENT = ("state_encoder.layer*", "action_encoder.W*", "action_decoder.layer*")
+
 
 def shard_units(policy: Any) -> list[ShardUnit]:
     """One unit a layer; the token embedding and the head that nothing reads by themselves."""
@@ -35,20 +37,15 @@ def _depth(policy: Any, stack: str) -> int:
     return len(layers) if isinstance(layers, nn.ModuleList) else 0
 
 
-def unread_parameters(policy: Any) -> list[str]:
-    """The head of the language model."""
-    return [name for name, _ in policy.named_parameters() if name.startswith(f"{_LANGUAGE}.lm_head.")]
-
-
-def tensor_plan(policy: Any, num_ranks: int) -> TensorPlan:
-    """Heads and feed-forwards of all stacks cut; key/value heads of the language model where they divide.
+def tensor_plan(policy: Any) -> TensorPlan:
+    """Heads and feed-forwards of all stacks cut; a single key/value head is read by all query heads.
 
     The vision tower's attention reads its width from its input, so that its projections are cut and gathered. The
     weights of the query and key norms are those of all heads.
     """
     vision, language, *transformers = (f"{stack}.*" for stack in _STACKS if _depth(policy, stack))
     config = policy.get_submodule(_LANGUAGE).config
-    split = config.num_key_value_heads % num_ranks == 0
+    split = config.num_key_value_heads > 1
     keys_values = (f"{language}.self_attn.k_proj", f"{language}.self_attn.v_proj")
     gated = tuple(f"{language}.{part}" for part in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj"))
     parts = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "ff.net.0.proj")
@@ -75,13 +72,20 @@ def tensor_plan(policy: Any, num_ranks: int) -> TensorPlan:
             f"{_HEAD}.model.proj_out_*",
             f"{_HEAD}.position_embedding",
         ),
+        gathered_modules=tuple(f"{_HEAD}.{part}" for part in _OF_EMBODIMENT),
         shared_columns=() if split else keys_values,
         summed_parameters=(f"{language}.self_attn.[qk]_norm.weight",),
         heads={f"{block}.attn1": "heads" for block in transformers},
         counts={
             "query heads of the language model": config.num_attention_heads,
+            **({"key/value heads of the language model": config.num_key_value_heads} if split else {}),
             **{
                 f"heads of {block}": policy.get_submodule(block.replace("*", "0")).attn1.heads for block in transformers
             },
         },
     )
+
+
+def unread_parameters(policy: Any) -> list[str]:
+    """The head of the language model."""
+    return [name for name, _ in policy.named_parameters() if name.startswith(f"{_LANGUAGE}.lm_head.")]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embodix.policies.functional import GatedGelu, Rotate, ZeroGradient, gemma_rms_norm, is_untouched
+from embodix.policies.functional import GatedGelu, Rotate, gemma_rms_norm, is_untouched, with_zero_gradients
 from embodix.policies.settings import FastPathSettings
 from embodix.policies.units import call_unit
 from embodix_pi05.attention import DensePrefixLm, PrefixLm, VarlenPrefixLm
@@ -82,7 +82,7 @@ def last_layer(
     """
     prefix_kv = last_prefix_kv(language, prefix_NW, step)
     suffix_RTE = suffix_layer(expert, suffix_RTE, prefix_kv, step)
-    return ZeroGradient.apply(suffix_RTE, *language.self_attn.q_proj.parameters())
+    return with_zero_gradients(suffix_RTE, *language.self_attn.q_proj.parameters())
 
 
 def last_prefix_kv(language: nn.Module, prefix_NW: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:

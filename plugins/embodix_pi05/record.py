@@ -118,10 +118,10 @@ class Pi05(PolicySupport):
 
         return shard_units(policy)
 
-    def tensor_plan(self, policy: Any, num_ranks: int) -> TensorPlan:
+    def tensor_plan(self, policy: Any) -> TensorPlan:
         from embodix_pi05.sharding import tensor_plan
 
-        return tensor_plan(policy, num_ranks)
+        return tensor_plan(policy)
 
     def pipeline_stages(self, policy: Any, num_stages: int) -> Pi05Stages:
         from embodix_pi05.stages import Pi05Stages

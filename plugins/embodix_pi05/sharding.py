@@ -26,16 +26,7 @@ def shard_units(policy: Any) -> list[ShardUnit]:
     return [*alone, *(ShardUnit(pair, pair[0]) for pair in joint)]
 
 
-def unread_parameters(policy: Any) -> list[str]:
-    """The heads, and of the language model what only its own output would need: in the last layer all behind keys and
-    values but the query projection, whose gradient is zero, and the norm after it."""
-    last = f"{_LANGUAGE}.layers.{len(policy.get_submodule(_LANGUAGE).layers) - 1}"
-    unread = (f"{last}.self_attn.o_proj.", f"{last}.mlp.", f"{last}.post_attention_layernorm.", f"{_LANGUAGE}.norm.")
-    heads = tuple(f"{_WITH_EXPERT}.{part}.lm_head." for part in ("paligemma", "gemma_expert"))
-    return [name for name, _ in policy.named_parameters() if name.startswith((*unread, *heads))]
-
-
-def tensor_plan(policy: Any, num_ranks: int) -> TensorPlan:
+def tensor_plan(policy: Any) -> TensorPlan:
     """Query heads and feed-forwards cut; keys and values are one head, whose gathered output all query heads read.
 
     The vision tower's attention reads its width from its input, so that its projections are cut and gathered.
@@ -44,7 +35,7 @@ def tensor_plan(policy: Any, num_ranks: int) -> TensorPlan:
     tower = f"{_VISION}.layers.*"
     paligemma, expert = f"{_WITH_EXPERT}.paligemma", f"{_WITH_EXPERT}.gemma_expert"
     config = policy.get_submodule(_LANGUAGE).config
-    split = config.num_key_value_heads % num_ranks == 0
+    split = config.num_key_value_heads > 1
     keys_values = tuple(f"{layer}.self_attn.{kind}_proj" for layer in layers for kind in "kv")
     queries = tuple(
         f"{layer}.{part}" for layer in layers for part in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -69,5 +60,17 @@ def tensor_plan(policy: Any, num_ranks: int) -> TensorPlan:
         ),
         shared_columns=() if split else keys_values,
         heads={} if split else {f"{layer}.self_attn": "num_key_value_groups" for layer in layers},
-        counts={"query heads": config.num_attention_heads},
+        counts={
+            "query heads": config.num_attention_heads,
+            **({"key/value heads": config.num_key_value_heads} if split else {}),
+        },
     )
+
+
+def unread_parameters(policy: Any) -> list[str]:
+    """The heads, and of the language model what only its own output would need: in the last layer all behind keys and
+    values but the query projection, whose gradient is zero, and the norm after it."""
+    last = f"{_LANGUAGE}.layers.{len(policy.get_submodule(_LANGUAGE).layers) - 1}"
+    unread = (f"{last}.self_attn.o_proj.", f"{last}.mlp.", f"{last}.post_attention_layernorm.", f"{_LANGUAGE}.norm.")
+    heads = tuple(f"{_WITH_EXPERT}.{part}.lm_head." for part in ("paligemma", "gemma_expert"))
+    return [name for name, _ in policy.named_parameters() if name.startswith((*unread, *heads))]

@@ -22,6 +22,7 @@ NEEDS = {
     "pi05": (["train", "policy=pi05_small"], "'pi05_small' is no option of group 'policy'"),
     "groot": (["train", "policy=groot_n15_small"], "'groot_n15_small' is no option of group 'policy'"),
     "fp8": (["eval", "quantization=fp8_block"], "'fp8_block' is no option of group 'quantization'"),
+    "deepspeed": (["train", "parallel=zero2"], "'zero2' is no option of group 'parallel'"),
     "rl": (["rl"], "no verb is called 'rl'"),
     "metaworld": (["train", "env=metaworld"], "'metaworld' is no option of group 'env'"),
     "libero": (["train", "env=libero"], "'libero' is no option of group 'env'"),

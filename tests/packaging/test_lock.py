@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LOCK = (REPOSITORY / "requirements.lock").read_text()
 LIBERO_LOCK = (REPOSITORY / "requirements-libero.lock").read_text()
 RL_LOCK = (REPOSITORY / "requirements-rl.lock").read_text()
-LOCKED_EXTRAS = ("sims", "pusht", "groot", "fp8", "sweep", "logging", "dev")
+LOCKED_EXTRAS = ("sims", "pusht", "groot", "fp8", "deepspeed", "sweep", "logging", "dev")
 
 
 def _locked(lock: str = LOCK) -> dict[str, str]:

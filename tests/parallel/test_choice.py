@@ -49,7 +49,7 @@ def _refusal(name: str, num_processes: int, options: dict[str, Any] | None = Non
         ("fsdp2", 4, {"shard": 0}, {}, ("divides the number of processes", "got 0 for 4")),
         ("fsdp2", 2, {}, {"packed": False}, ("packed computation", "packing=none", "+plugin=embodix")),
         ("fsdp2", 2, {}, {"support": support_of("act")}, ("units that a policy's record names", "parallel=ddp")),
-        ("fsdp2", 2, {}, {"adapters": True}, ("cuts parameters", "peft=lora", "parallel=ddp")),
+        ("fsdp2", 2, {}, {"adapters": True}, ("cuts what is trained", "peft=lora", "parallel=ddp")),
         ("fsdp2", 2, {}, {"evaluates_in_loop": True}, ("no rank with the whole policy", "evaluation=background")),
         ("fsdp2", 2, {}, {"clips_nothing": True}, ("a norm to clip gradients at", "grad_clip_norm of 0", "1e9")),
         ("fsdp2", 2, {}, {"publishes": "policy.push_to_hub=true"}, ("policy.push_to_hub=true uploads", "upload")),

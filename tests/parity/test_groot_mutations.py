@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,7 +138,7 @@ def test_dropping_the_action_mask_is_noticed(case, monkeypatch):
 
 
 def test_a_missing_zero_gradient_is_noticed(case, monkeypatch):
-    monkeypatch.setattr(backbone, "ZeroGradient", SimpleNamespace(apply=lambda value, *_: value))
+    monkeypatch.setattr(backbone, "with_zero_gradients", lambda value, *_: value)
     policy, batch, wanted = case
     structure = compare_gradients(run_fast(policy, batch, FAST).gradients, wanted.gradients).structure
     assert len(structure) == 11

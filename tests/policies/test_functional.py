@@ -11,7 +11,15 @@ from transformers.models.gemma.modeling_gemma import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from embodix.policies import functional
-from embodix.policies.functional import GatedGelu, GatedSilu, RmsNorm, Rotate, ZeroGradient, gemma_rms_norm
+from embodix.policies.functional import (
+    ZERO_GRADIENT,
+    GatedGelu,
+    GatedSilu,
+    RmsNorm,
+    Rotate,
+    gemma_rms_norm,
+    with_zero_gradients,
+)
 from embodix.testing.errors import relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -89,11 +97,24 @@ def test_frozen_inputs_get_no_gradient():
 
 def test_unused_parameters_get_exact_zeros():
     used, unused = torch.randn(3, requires_grad=True), torch.full((2,), float("inf"), requires_grad=True)
-    output = ZeroGradient.apply(used, unused, torch.zeros(1))
+    output = with_zero_gradients(used, unused, torch.zeros(1))
     output.sum().backward()
     assert torch.equal(output, used)
     assert unused.grad.tolist() == [0, 0]
     assert used.grad.tolist() == [1, 1, 1]
+
+
+def test_a_parameter_whose_parts_are_elsewhere_is_told_of_its_gradient_of_zeros():
+    told: list[str] = []
+    elsewhere = torch.empty(0, requires_grad=True)
+    setattr(elsewhere, ZERO_GRADIENT, lambda: told.append("zeros"))
+    used = torch.randn(3, requires_grad=True)
+    with torch.no_grad():
+        with_zero_gradients(used, elsewhere)
+    assert told == []
+    with_zero_gradients(used, elsewhere).sum().backward()
+    assert told == ["zeros"]
+    assert elsewhere.grad is None
 
 
 def test_gated_gelu_of_strided_inputs():

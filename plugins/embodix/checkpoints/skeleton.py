@@ -25,12 +25,15 @@ class WeightLoadError(ValueError):
     """A checkpoint did not give every tensor of the policy its value."""
 
 
-def policy_skeleton(config: PreTrainedConfig, architecture: Mapping[str, Any] | None = None) -> nn.Module:
-    """Upstream's policy on the meta device, with the names and dtypes that it has once it is loaded.
+def policy_skeleton(
+    config: PreTrainedConfig, architecture: Mapping[str, Any] | None = None, device: str = "meta"
+) -> nn.Module:
+    """Upstream's policy with the names and dtypes that it has once it is loaded, on the meta device or a real one.
 
     Args:
         config: of the checkpoint.
         architecture: its sizes; None for those of the public checkpoint.
+        device: where it is built, with random weights.
 
     Raises:
         ValueError: a policy type whose sizes embodix does not know.
@@ -38,11 +41,11 @@ def policy_skeleton(config: PreTrainedConfig, architecture: Mapping[str, Any] | 
     if architecture is None:
         architecture = support_of(config.type).public_architecture()
     config = copy.deepcopy(config)
-    config.device = "meta"
+    config.device = device
     with ExitStack() as stack:
         if architecture is not None:
             stack.enter_context(patched({sizes_patch(config.type): {"architecture": architecture}}))
-        stack.enter_context(torch.device("meta"))
+        stack.enter_context(torch.device(device))
         policy: nn.Module = get_policy_class(config.type)(config)
     return policy
 

@@ -41,12 +41,14 @@ def run(argv: list[str]) -> int:
         if as_json:
             logging.disable(logging.WARNING)  # Hydra's log goes to the standard output, too
         from embodix.checks.guard import require_sound_data
+        from embodix.costs.batch_size import settle_batch_size
         from embodix.costs.plan import plan_training
         from embodix.costs.rank_plan import planned_processes
         from embodix.training.config_checks import notes_of, sound_host_config
         from embodix.training.features import named_choice, run_traits, select_training_features
         from embodix.training.run_data import read_choices
 
+        cfg, _ = settle_batch_size(cfg, [], confirm=False)
         host_cfg = sound_host_config(cfg)
         traits = run_traits(cfg, host_cfg, select_training_features(cfg))
         processes = planned_processes(cfg.plan.processes, cfg.plan.parallel, named_choice(cfg.parallel), traits)

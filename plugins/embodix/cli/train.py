@@ -22,10 +22,11 @@ def train_task(cfg: DictConfig) -> float:
     if cfg.strict_plugins:  # before the host is imported, which takes long
         plugins.registry().require_healthy()
 
+    from embodix.costs.batch_size import settle_batch_size
     from embodix.training.run import run_training
 
     limit_threads_for_launcher(HydraConfig.get().launcher)
-    overrides = list(HydraConfig.get().overrides.task)
+    cfg, overrides = settle_batch_size(cfg, list(HydraConfig.get().overrides.task))
     return run_training(cfg, overrides, begun=lambda: write_hydra_record(cfg)).final_loss
 
 

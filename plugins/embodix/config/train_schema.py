@@ -26,7 +26,8 @@ class NamedChoice:
 class TrainSettings:
     """Scalar fields of upstream's ``TrainPipelineConfig`` (lerobot 0.5.1, lerobot/configs/train.py), same defaults.
 
-    ``output_dir`` defaults to a folder inside Hydra's run directory.
+    ``output_dir`` defaults to a folder inside Hydra's run directory. ``batch_size=auto`` finds the most samples whose
+    step fits ``memory``, in bytes or words (``24GB``); null for what is free on the GPU.
     """
 
     output_dir: str | None = None
@@ -34,7 +35,8 @@ class TrainSettings:
     seed: int | None = 1000
     cudnn_deterministic: bool = False
     num_workers: int = 4
-    batch_size: int = 8
+    batch_size: int | str = 8
+    memory: int | str | None = None
     steps: int = 100_000
     eval_freq: int = 20_000
     log_freq: int = 200

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from embodix.contracts import SampleShape
 from embodix.costs.dataset_facts import padded_action_share
 from embodix.costs.gpu_sizes import smallest_gpu
 from embodix.costs.policy_costs import (
@@ -207,8 +208,15 @@ class RunCosts:
         architecture: Mapping[str, Any] | None,
         peft: Mapping[str, Any] | None = None,
     ) -> PolicyCosts:
-        parts = (fields, *_features(fields, self.sources), architecture, _patches(self.config), peft or self.peft)
-        return _policy_costs(json.dumps(parts, sort_keys=True))
+        return _policy_costs(json.dumps(self._parts(fields, architecture, peft), sort_keys=True))
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What the policy is built of: arguments of ``built_policy``."""
+        return self._parts(self.policy_fields, self.config.get("architecture"))
+
+    def _parts(self, fields: Any, architecture: Any, peft: Any = None) -> tuple[Any, ...]:
+        return fields, *_features(fields, self.sources), architecture, _patches(self.config), peft or self.peft
 
 
 @functools.lru_cache(maxsize=32)
@@ -252,7 +260,7 @@ def plan_training(config: Mapping[str, Any], processes: PlannedProcesses | None 
         variants=[_variant(name, computation, run, tokens) for name, computation in named.items()],
         chosen=next(name for name, computation in named.items() if computation == choice),
         remedies=_remedies(run, choice),
-        ranks=plan_ranks(run.saving, run.saving.count(_largest(run.workload), choice, run.batch_size), processes),
+        ranks=plan_ranks(run.saving, run.saving.count(largest_sample(run.workload), choice, run.batch_size), processes),
     )
 
 
@@ -316,7 +324,7 @@ def _variants(run: RunCosts, choice: Computation) -> dict[str, Computation]:
 
 def _variant(name: str, computation: Computation, run: RunCosts, means: Mapping[str, float]) -> VariantPlan:
     flops, upstream = run.costs.mean(run.workload, computation), run.costs.mean(run.workload)
-    memory = run.saving.memory(_largest(run.workload), run.batch_size, computation)
+    memory = run.saving.memory(largest_sample(run.workload), run.batch_size, computation)
     valid = computed = None
     if means:
         valid = means["images"] + means["prompt"] + means["actions"] * computation.flow_samples
@@ -337,13 +345,14 @@ def _variant(name: str, computation: Computation, run: RunCosts, means: Mapping[
     )
 
 
-def _largest(workload: Workload) -> Any:
+def largest_sample(workload: Workload) -> SampleShape:
+    """The sample that needs most memory."""
     return max(workload, key=lambda shape: (shape.images, shape.prompt))
 
 
 def _remedies(run: RunCosts, choice: Computation) -> list[Remedy]:
     """Ways to need less memory that are not in use yet: exact ones first, then by what each leaves."""
-    before = run.saving.memory(_largest(run.workload), run.batch_size, choice).total
+    before = run.saving.memory(largest_sample(run.workload), run.batch_size, choice).total
     saving = [remedy for remedy in _possible_remedies(run, choice) if remedy.total < before]
     costly = sorted((remedy for remedy in saving if not remedy.exact), key=lambda remedy: remedy.total)
     return [remedy for remedy in saving if remedy.exact] + costly
@@ -355,7 +364,7 @@ def _possible_remedies(run: RunCosts, choice: Computation) -> Iterator[Remedy]:
     def remedy(
         setting: str, price: str, exact: bool, costs: PolicyCosts, batch_size: int, computation: Computation
     ) -> Remedy:
-        total = costs.memory(_largest(run.workload), batch_size, computation).total
+        total = costs.memory(largest_sample(run.workload), batch_size, computation).total
         return Remedy(setting, price, total, exact, smallest_gpu(total))
 
     slow = choice.packing == "none" or choice.is_dense or choice.vision_tokens == "upstream"

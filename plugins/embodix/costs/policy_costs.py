@@ -118,22 +118,9 @@ class PolicyCosts:
         patches: Mapping[str, Mapping[str, Any] | None] | None = None,
         peft: Mapping[str, Any] | None = None,
     ) -> None:
-        named = {name: value for name, value in fields.items() if name not in ("input_features", "output_features")}
-        self.support = support_of(named["type"])
+        self.support = support_of(fields["type"])
         self._patches = patches or {}
-        upstream_config = fed_config(named, inputs, outputs)
-        try:
-            with patched(self._patches), _quiet():
-                policy: Any = policy_skeleton(upstream_config, architecture)
-                if peft is not None:
-                    policy = put_adapters_on(policy, peft)
-                self.policy = policy.to("meta")  # buffers, too
-        except OSError as error:
-            raise NotOfferedError(
-                f"Building policy.type={named['type']} asks for files that are not here: {error}. Name them in its "
-                "fields, or set the field that asks for them to null."
-            ) from error
-        self.policy.train()
+        self.policy = built_policy(fields, inputs, outputs, architecture, patches, peft)
         self.layout = self.support.sample_layout(self.policy)
         self._counts: dict[tuple[Computation, SampleShape, int], CountedStep] = {}
 
@@ -190,10 +177,7 @@ class PolicyCosts:
         return self._counts[key]
 
     def _count(self, shape: SampleShape, computation: Computation, batch_size: int) -> CountedStep:
-        if self.support.offers("sample_batch"):
-            batch = self.support.sample_batch(self.policy, shape, batch_size)
-        else:
-            batch = _feature_batch(self.policy.config, batch_size)
+        batch = sample_batch(self.policy, shape, batch_size)
         valued = self.support.valued_keys
         attention = CountedAttention()
         if not computation.is_upstream:
@@ -260,6 +244,39 @@ class PolicyCosts:
                 shape = dataclasses.replace(shape, padding=mean_padding)
             seen[shape] = seen.get(shape, 0.0) + share
         return seen
+
+
+def built_policy(
+    fields: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    architecture: Mapping[str, Any] | None = None,
+    patches: Mapping[str, Mapping[str, Any] | None] | None = None,
+    peft: Mapping[str, Any] | None = None,
+    device: str = "meta",
+) -> Any:
+    """A policy with random weights that is to be trained; arguments and errors are those of :class:`PolicyCosts`."""
+    named = {name: value for name, value in fields.items() if name not in ("input_features", "output_features")}
+    upstream_config = fed_config(named, inputs, outputs)
+    try:
+        with patched(patches or {}), _quiet():
+            policy: Any = policy_skeleton(upstream_config, architecture, device)
+            if peft is not None:
+                policy = put_adapters_on(policy, peft)
+            return policy.to(device).train()  # buffers, too
+    except OSError as error:
+        raise NotOfferedError(
+            f"Building policy.type={named['type']} asks for files that are not here: {error}. Name them in its "
+            "fields, or set the field that asks for them to null."
+        ) from error
+
+
+def sample_batch(policy: Any, shape: SampleShape, batch_size: int) -> dict[str, Tensor]:
+    """A preprocessed batch of equal samples on the CPU, of the policy's record or else of what its config declares."""
+    support = support_of(policy.config.type)
+    if support.offers("sample_batch"):
+        return support.sample_batch(policy, shape, batch_size)
+    return _feature_batch(policy.config, batch_size)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from embodix.contracts import SimulatorStatus, TellsStatus
+from embodix.contracts import SimulatorStatus, TellsNeeds, TellsStatus
 from embodix.patching import is_applied, patch_module, patch_names, version_problem
 from embodix.plugins import FAILURES, PluginError, PluginRegistry
 from embodix.simulation.egl_devices import describe_egl_devices
@@ -182,7 +182,7 @@ def implementation_problem(registry: PluginRegistry, kind: str, name: str, targe
     """Why an implementation can't be used, or None.
 
     Attention backends are probed and checked against fp32; policies name the host versions they support;
-    precisions say what they lack, and why they would be emulated.
+    precisions say what they lack, and why they would be emulated; parallel strategies what they lack.
     """
     try:
         implementation = registry.resolve(kind, name)
@@ -192,6 +192,8 @@ def implementation_problem(registry: PluginRegistry, kind: str, name: str, targe
         if kind == "precisions":
             missing, reason = implementation.needs(), target.emulation_reason(implementation)
             return missing or (reason and f"emulated on {target.device}: {reason}")
+        if kind == "parallel_strategies" and isinstance(implementation, TellsNeeds):
+            return implementation.needs()
         if kind == "policies":
             problems = (version_problem(host, wanted) for host, wanted in implementation.supported.items())
             return next(filter(None, problems), None)

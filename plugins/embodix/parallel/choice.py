@@ -63,7 +63,7 @@ def choose_parallel(name: str, options: Mapping[str, Any], traits: RunTraits, nu
     require_no_outside_choice(name)
     strategy: ParallelStrategy = plugins.build(KIND, name, dict(options))
     layout = strategy.layout(num_processes)
-    faults = [*_common_faults(name, traits, layout), *strategy.faults(traits, layout)]
+    faults = [*_common_faults(name, traits, layout, strategy.keeps_whole), *strategy.faults(traits, layout)]
     if faults:
         raise ValueError("\n".join(faults))
     return ParallelChoice(name, strategy, layout)
@@ -87,16 +87,15 @@ def require_no_outside_choice(name: str) -> None:
 SAVING_PATCH = "lerobot_atomic_checkpoint"
 
 
-def _common_faults(name: str, run: RunTraits, layout: RankLayout) -> Iterator[str]:
-    """What no strategy can do where a rank holds a part of the policy only."""
-    shares_samples = layout.num_batches < layout.num_processes
-    if shares_samples and run.streaming:
+def _common_faults(name: str, run: RunTraits, layout: RankLayout, keeps_whole: bool) -> Iterator[str]:
+    """What no strategy can do that shares samples, saves in parts, or leaves a rank without the whole."""
+    if layout.num_batches < layout.num_processes and run.streaming:
         yield (
             f"parallel={name} gives the same samples to {layout.num_processes // layout.num_batches} ranks, which a "
             "streamed data set can't; got dataset.streaming=true. Set it to false, or choose parallel=ddp."
         )
-    cuts = layout.shard * layout.pipeline * layout.tensor > 1
-    if (cuts or run.checkpoint_format == "sharded") and run.checkpoint_format and SAVING_PATCH not in run.patches:
+    in_parts = run.checkpoint_format == "sharded" or (not keeps_whole and run.checkpoint_format is not None)
+    if in_parts and SAVING_PATCH not in run.patches:
         yield (
             f"Checkpoints of which each process writes its part need the patch {SAVING_PATCH}; got "
             f"patches={', '.join(run.patches) or 'none'}. Choose patches=host_guards, or train.save_checkpoint=false."
@@ -106,11 +105,15 @@ def _common_faults(name: str, run: RunTraits, layout: RankLayout) -> Iterator[st
             "checkpoint.format=sharded writes every weight, and a checkpoint of adapters has theirs alone; got "
             "peft=lora. Choose checkpoint.format=upstream."
         )
-    if not cuts:
-        return
+    if not keeps_whole:
+        yield from _faults_without_the_whole(name, run)
+
+
+def _faults_without_the_whole(name: str, run: RunTraits) -> Iterator[str]:
+    """What of upstream's needs a process that has the whole policy and its optimizer's state."""
     if run.checkpoint_format == "upstream":
         yield (
-            f"parallel={name} leaves no process with the whole policy that checkpoint.format=upstream saves. Choose "
+            f"parallel={name} leaves no process with all that checkpoint.format=upstream saves. Choose "
             "checkpoint.format=auto: plain LeRobot loads its pretrained_model, too."
         )
     if run.publishes is not None:
@@ -120,8 +123,8 @@ def _common_faults(name: str, run: RunTraits, layout: RankLayout) -> Iterator[st
         )
     if run.adapters:
         yield (
-            f"parallel={name} cuts parameters, and a checkpoint of adapters is written from whole ones; got peft=lora. "
-            "Choose parallel=ddp, which holds no optimizer state of the frozen weights either."
+            f"parallel={name} cuts what is trained, and a checkpoint of adapters is written from whole ones; got "
+            "peft=lora. Choose parallel=ddp, which holds no optimizer state of the frozen weights either."
         )
     if run.evaluates_in_loop:
         yield (

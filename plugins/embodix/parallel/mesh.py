@@ -42,6 +42,7 @@ class FullyShardedStrategy:
     """
 
     name = "fsdp2"
+    keeps_whole = False
 
     def __init__(self, shard: int | None = None) -> None:
         self._shard = shard
@@ -115,6 +116,8 @@ class MeshPlacement:
         if layout.num_batches > 1:
             shard_policy(policy, bare, support.shard_units(bare), batch_mesh(mesh, layout))
         repointing.apply()
+        if layout.tensor > 1:
+            step_each_by_itself(optimizer)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -154,6 +157,13 @@ def strategy_name(layout: RankLayout) -> str:
     """What spreads a policy so, in words."""
     names = ["tensor parallel"] if layout.tensor > 1 else []
     return " and ".join([*names, *(["FSDP2"] if layout.num_batches > 1 else [])])
+
+
+def step_each_by_itself(optimizer: torch.optim.Optimizer) -> None:
+    """torch's steps of many tensors at once take no plain tensors together with cut ones, nor those of two meshes."""
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = False
 
 
 def rank_mesh(device: torch.device, layout: RankLayout) -> DeviceMesh:

@@ -40,6 +40,7 @@ class PipelineStrategy:
     """
 
     name = "pipeline"
+    keeps_whole = False
 
     def __init__(self, size: int | None = None) -> None:
         self._size = size

@@ -16,6 +16,7 @@ class HostStrategy:
     """``parallel=auto``: what upstream does, one process alone or DDP over several."""
 
     name = "auto"
+    keeps_whole = True
 
     def layout(self, num_processes: int) -> RankLayout:
         return RankLayout(data=num_processes)

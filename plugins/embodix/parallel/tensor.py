@@ -22,6 +22,7 @@ class TensorParallelStrategy:
     """
 
     name = "tensor"
+    keeps_whole = False
 
     def __init__(self, size: int | None = None, shard: int = 1) -> None:
         self._size, self._shard = size, shard

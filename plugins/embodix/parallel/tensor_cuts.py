@@ -14,16 +14,39 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from embodix.contracts import PolicySupport, TensorPlan
+
+
+class GatheredModule(ParallelStyle):
+    """Parameters cut along their last dimension; the inputs come whole, the output is gathered."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, _cut_last, _as_whole, _gathered)
+
+
+def _cut_last(path: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        cut = distribute_tensor(parameter, mesh, [Shard(parameter.ndim - 1)])
+        module.register_parameter(name, nn.Parameter(cut))
+
+
+def _as_whole(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
+    return tuple(DTensor.from_local(value, mesh, [Replicate()], run_check=False) for value in inputs)
+
+
+def _gathered(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
+    return output.redistribute(mesh, [Replicate()]).to_local()
+
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "columns": ColwiseParallel,
     "rows": RowwiseParallel,
     "rows_of_whole": lambda: RowwiseParallel(input_layouts=Replicate()),
     "gathered_columns": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "gathered_modules": GatheredModule,
     "shared_columns": lambda: ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
 }
 BY_ROWS = ("rows", "rows_of_whole")
@@ -58,10 +81,10 @@ def cut_layers(policy: nn.Module, support: PolicySupport, mesh: DeviceMesh) -> T
     Raises:
         ValueError: sizes that can't be cut so, a pattern that matches nothing, or a layer that is cut twice.
     """
-    plan: TensorPlan = support.tensor_plan(policy, mesh.size())
+    plan: TensorPlan = support.tensor_plan(policy)
     require_divisible(plan.counts, mesh.size())
     trained = {name: parameter.requires_grad for name, parameter in policy.named_parameters()}
-    for path, kind in _cuts(policy, plan).items():
+    for path, kind in planned_cuts(policy, plan).items():
         _cut(policy.get_submodule(path), path, kind, mesh)
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(trained[name])
@@ -82,11 +105,11 @@ def require_divisible(counts: Mapping[str, int], num_ranks: int) -> None:
     uneven = {what: count for what, count in counts.items() if count % num_ranks}
     if uneven:
         found = ", ".join(f"{count} {what}" for what, count in uneven.items())
-        fitting = [n for n in range(1, num_ranks) if not any(count % n for count in counts.values())]
+        nearest = max(n for n in range(1, num_ranks) if not any(count % n for count in counts.values()))
+        other = f"Take parallel.options.size={nearest}, or" if nearest > 1 else "Choose"
         raise ValueError(
-            f"parallel=tensor gives every rank the same number of heads; got {found} for {num_ranks} ranks. Take "
-            f"parallel.options.size={max(fitting)}"
-            + (", or parallel=fsdp2." if max(fitting) > 1 else ": parallel=fsdp2.")
+            f"parallel=tensor gives every rank the same number of heads; got {found} for {num_ranks} ranks. {other} "
+            "parallel=fsdp2."
         )
 
 
@@ -103,8 +126,12 @@ def matching(pattern: str, names: Sequence[str]) -> list[str]:
     return found
 
 
-def _cuts(policy: nn.Module, plan: TensorPlan) -> dict[str, str]:
-    """Path of every layer that is cut -> how."""
+def planned_cuts(policy: nn.Module, plan: TensorPlan) -> dict[str, str]:
+    """Path of every layer that is cut -> how, an attribute of the plan.
+
+    Raises:
+        ValueError: a pattern that matches nothing, or a layer that is cut twice.
+    """
     modules = [path for path, _ in policy.named_modules()]
     cuts: dict[str, str] = {}
     for kind, path in _planned(plan, modules):
@@ -134,6 +161,9 @@ def _cut(module: nn.Module, path: str, kind: str, mesh: DeviceMesh) -> None:
 
 
 def _cut_features(module: nn.Module, path: str, kind: str) -> int:
+    """Number of the features that are cut."""
+    if kind == "gathered_modules":
+        return min(parameter.shape[-1] for parameter in module.parameters())
     if isinstance(module, nn.Embedding):
         return module.embedding_dim
     if not isinstance(module, nn.Linear):

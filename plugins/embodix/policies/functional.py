@@ -46,6 +46,23 @@ def _zeros_like_later(tensor: Tensor) -> Callable[[], Tensor]:
     return partial(distributed_zeros, tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=placements)
 
 
+ZERO_GRADIENT = "embodix_zero_gradient"
+
+
+def with_zero_gradients(value: Tensor, *unused: Tensor) -> Tensor:
+    """``value``; the unused parameters get gradients of exact zeros.
+
+    One that is not here in its shape, since other ranks hold parts of it, has an attribute ``ZERO_GRADIENT``: it is
+    called in place of a gradient.
+    """
+    here = [parameter for parameter in unused if not hasattr(parameter, ZERO_GRADIENT)]
+    for parameter in unused:
+        if hasattr(parameter, ZERO_GRADIENT) and torch.is_grad_enabled():
+            getattr(parameter, ZERO_GRADIENT)()
+    out: Tensor = ZeroGradient.apply(value, *here)
+    return out
+
+
 class RmsNorm(torch.autograd.Function):
     """``x / rms(x) * gain`` over the last dimension, computed in fp32 and returned in the dtype of ``x``."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from embodix.config.compose import compose
+from embodix.costs.batch_size import settle_batch_size
 from embodix.patching import patched, replace_attribute
 from embodix.policies.support import sizes_patch, support_of
 from embodix.training.host_config import decode_host_config
@@ -20,7 +21,7 @@ VOCAB_SIZE = 1024
 
 def train_here(overrides: list[str]) -> RunResult:
     """What ``lerobot train`` does with these overrides, in this process."""
-    return run_training(compose("train", overrides), overrides)
+    return run_training(*settle_batch_size(compose("train", overrides), overrides))
 
 
 def train_upstream(overrides: list[str], needed: Collection[str] = ()) -> list[float]:

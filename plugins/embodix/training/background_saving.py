@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from lerobot.utils.constants import LAST_CHECKPOINT_LINK, PRETRAINED_MODEL_DIR, TRAINING_STATE_DIR
 from lerobot.utils.random_utils import serialize_rng_state
 
-from embodix.contracts import RankLayout
+from embodix.contracts import ParallelStrategy
 from embodix.parallel.sharded_state import FOLDER, begin_saving, export_model
 from embodix.tensor_file import WEIGHTS_FILE
 from embodix.training.checkpoint_evaluation import move_link
@@ -155,12 +155,12 @@ def _unwritten(place: Path, failure: str, num_failures: int, most: int | None) -
     )
 
 
-def saves_parts(settings: Mapping[str, Any], layout: RankLayout) -> bool:
+def saves_parts(settings: Mapping[str, Any], strategy: ParallelStrategy) -> bool:
     """Whether each rank writes its part of a checkpoint.
 
     Args:
         settings: the config's ``checkpoint``.
     """
     if settings["format"] == "auto":
-        return layout.shard * layout.pipeline * layout.tensor > 1
+        return not strategy.keeps_whole
     return bool(settings["format"] == "sharded")

@@ -24,6 +24,7 @@ from embodix.config.compose import options_of
 from embodix.data.mixture_spec import host_dataset_fields, is_own_field
 from embodix.training.adapters import upstream_peft
 
+AUTO = "auto"  # for train.batch_size
 HOST_GROUPS = ("policy", "dataset", "env", "eval", "optimizer", "scheduler")
 COUNTS_OF_ENV = ("episode_length", "fps", "image_size", "observation_height", "observation_width")
 NAMED_GROUPS = (
@@ -54,15 +55,29 @@ def decode_host_config(cfg: DictConfig) -> TrainPipelineConfig:
     """Decode upstream's config from the composed one.
 
     Raises:
-        ValueError: a key upstream does not have (with the nearest match), a value of the wrong type, or fields of a
-            group of which no option is chosen.
+        ValueError: a key upstream does not have (with the nearest match), a value of the wrong type, fields of a group
+            of which no option is chosen, or no number of samples.
     """
+    _require_number_of_samples(cfg.train)
     fields = host_fields(cfg)
     for group in ("optimizer", "scheduler", "env"):
         _require_chosen(group, fields.get(group))
     _register_choices(fields.get("env"))
     host_cfg: TrainPipelineConfig = _decode(fields, TrainPipelineConfig)
     return host_cfg
+
+
+def _require_number_of_samples(train: DictConfig) -> None:
+    if not isinstance(train.batch_size, int):
+        raise ValueError(
+            f"train.batch_size is a number of samples, or {AUTO}, for which `lerobot train` and `lerobot plan` find "
+            f"one before they start; got {train.batch_size!r} where a number is needed. Set one."
+        )
+    if train.get("memory") is not None:
+        raise ValueError(
+            f"train.memory is what train.batch_size={AUTO} fits a step into; got train.memory={train.memory} with "
+            f"train.batch_size={train.batch_size}. Leave one of them out."
+        )
 
 
 def _require_chosen(group: str, fields: Mapping[str, Any] | None) -> None:
@@ -100,7 +115,7 @@ def _with_joined_tasks(env: Mapping[str, Any]) -> dict[str, Any]:
 def host_fields(cfg: DictConfig) -> dict[str, Any]:
     """The part of the config that is upstream's, as the plain mapping draccus decodes."""
     plain = _plain(cfg)
-    fields = dict(plain["train"])
+    fields = {name: value for name, value in plain["train"].items() if name != "memory"}
     for name in ("dataset", "env", "policy", "optimizer", "scheduler", "peft", "eval", "rename_map"):
         fields[name] = plain[name]
     fields["dataset"] = host_dataset_fields(plain["dataset"])

@@ -88,7 +88,7 @@ class SpreadRun:
                 logging.info("%s", report.line)
         if self._resumed_from is not None:
             take_over(self._resumed_from, policy, optimizer, self.placement)
-        if saves_parts(self._checkpoint, layout):
+        if saves_parts(self._checkpoint, self._choice.strategy):
             self.saver = BackgroundSaver(run, self._checkpoint["most_failures"], on_finished)
 
     def read_again(self, policy: Any, optimizer: Any, run: ObservedAccelerator) -> None:
