@@ -1017,7 +1017,7 @@ class RunTraits:
     clips_nothing: bool = False
     bins_per_step: int = 1
     num_shapes: int | None = None
-    checkpoint_format: str | None = "auto"
+    checkpoint_format: str | None = None
     publishes: str | None = None
     patches: tuple[str, ...] = ()
 
@@ -1142,8 +1142,8 @@ class ParallelStrategy(Protocol):
 
     Attributes:
         name: as it is registered, and its option of the group ``parallel``.
-        keeps_whole: every rank has the whole policy and the whole state of its optimizer, as the host made them, so that
-            the host can save, evaluate and publish them.
+        keeps_whole: every rank has the whole policy and the whole state of its optimizer, as the host made
+            them, so that it can save, evaluate and publish them.
     """
 
     name: str
@@ -1178,10 +1178,12 @@ class StepUse:
     Attributes:
         gradients: names of the parameters that get a gradient.
         entered: entries of units that the forward pass calls, and whether the backward pass comes back to them.
+        frozen: names of the parameters that a run of several processes does not train, since nothing reads them.
     """
 
     gradients: frozenset[str]
     entered: Mapping[str, bool]
+    frozen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ SOUND = RunTraits(
     streaming=False,
     device="cpu",
     batch_size=8,
+    checkpoint_format="auto",
     patches=("lerobot_atomic_checkpoint",),
 )
 

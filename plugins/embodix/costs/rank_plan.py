@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from embodix import plugins
@@ -97,14 +97,17 @@ def plan_ranks(costs: PolicyCosts, step: CountedStep, processes: PlannedProcesse
 
 
 def _rank_plans(costs: PolicyCosts, step: CountedStep, processes: PlannedProcesses) -> Iterator[RankPlan]:
+    use, traits, support = step.use, processes.traits, costs.support
+    if traits.packed and support.offers("unread_parameters"):
+        use = replace(use, frozen=frozenset(support.unread_parameters(costs.policy)))
     for name, options in processes.strategies.items():
         plugins.build(KIND, name, dict(options))  # a name or an option that there is none of is no property of the run
         try:
-            choice = choose_parallel(name, options, processes.traits, processes.number)
+            choice = choose_parallel(name, options, traits, processes.number)
             if not isinstance(choice.strategy, CountsRankBytes):
                 yield _uncounted(name, step, "not counted: it does not say what a rank holds.", choice.layout)
                 continue
-            counted = choice.strategy.rank_bytes(costs.policy, choice.layout, costs.support, step.use)
+            counted = choice.strategy.rank_bytes(costs.policy, choice.layout, support, use)
         except NotOfferedError as error:
             yield _uncounted(name, step, f"not counted: {error}")
         except ValueError as error:

@@ -46,7 +46,8 @@ def replicated_rank_bytes(policy: Any, num_ranks: int, use: StepUse) -> RankByte
     total = sum(map(whole_bytes, named.values()))
     gradients = [named[name] for name in use.gradients]
     placed = PlacedBytes(0, total, adamw_bytes(gradients, whole_bytes), total)
-    buckets = sum(whole_bytes(parameter) for parameter in named.values() if parameter.requires_grad)
+    exchanged = [p for name, p in named.items() if p.requires_grad and name not in use.frozen]
+    buckets = sum(map(whole_bytes, exchanged))
     if num_ranks == 1:
         return RankBytes(placed, sum(map(whole_bytes, gradients)), 0, {})
     sent = {"all-reduce of gradients": 2 * (num_ranks - 1) * buckets // num_ranks}
