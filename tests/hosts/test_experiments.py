@@ -15,7 +15,8 @@ EXPERIMENTS = [name for name in options_of("experiment") if not name.startswith(
 
 
 def test_every_experiment_is_among_them() -> None:
-    assert {"demo", "groot_demo", "learn_metaworld", "libero_demo", "mixture"} <= set(EXPERIMENTS)
+    expected = {"demo", "groot_demo", "learn_metaworld", "libero_demo", "mixture", "parallel_strategies"}
+    assert expected <= set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("plugin", ["none", "embodix"])

@@ -126,8 +126,8 @@ class CompareSettings:
     """What ``lerobot compare`` adds to the train config.
 
     Attributes:
-        variants: name -> overrides that make the variant, null for none of that name; the first is the reference of
-            every ratio.
+        variants: name -> overrides that make the variant.
+        only: names of the variants to train; null for all. The first is the reference of every ratio.
         measure_memory: also run two steps of each variant in a process of its own and read its peak memory.
         evaluate: roll the trained policies out when ``env`` is set.
         controls: with the evaluation, also run the controls that its tasks and its data set allow.
@@ -135,7 +135,8 @@ class CompareSettings:
         videos: recorded episodes of each task and variant.
     """
 
-    variants: dict[str, list[str] | None] = field(default_factory=dict)
+    variants: dict[str, list[str]] = field(default_factory=dict)
+    only: list[str] | None = None
     measure_memory: bool = True
     evaluate: bool = True
     controls: bool = True

@@ -190,9 +190,9 @@ def what_was_run(report: CompareReport) -> str:
     return (
         f"{len(report.variants)} variants of the policy {policy.get('type', 'that was configured')}{size} "
         f"trained{data}, in {policy.get('dtype', 'the default precision')}, {base.batch_size:.3g} samples a step, "
-        f"seed {run.manifest.seed}, on {device}{threads}{ranks}. The baseline is {report.baseline}; every other variant "
-        f"is compared with it step by step. {count(base.num_warmup, 'step')} of {base.num_steps} are left out of the "
-        "times: warm-up, and the step in which operations were counted."
+        f"seed {run.manifest.seed}, on {device}{threads}{ranks}. The baseline is {report.baseline}; every other "
+        f"variant is compared with it step by step. {count(base.num_warmup, 'step')} of {base.num_steps} are left "
+        "out of the times: warm-up, and the step in which operations were counted."
     )
 
 

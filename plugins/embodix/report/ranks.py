@@ -13,8 +13,8 @@ from embodix.report.words import count
 DIMENSIONS = {"data": "copies", "shard": "shards", "pipeline": "stages", "tensor": "tensor parts"}
 COUNTED = (
     "Counted in the first step of the first rank, at the calls of torch's process group: everything between the "
-    "forward pass and the end of the optimizer's step, DDP's buckets and the totals of the step included. A call counts "
-    "with its whole tensor: what an all-reduce sums, what an all-gather gives, what a reduce-scatter takes. An "
+    "forward pass and the end of the optimizer's step, DDP's buckets and the totals of the step included. A call "
+    "counts with its whole tensor: what an all-reduce sums, what an all-gather gives, what a reduce-scatter takes. An "
     "all-reduce moves each byte about twice, the others once."
 )
 

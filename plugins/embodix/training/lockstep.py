@@ -163,13 +163,12 @@ def compose_variants(settings: DictConfig, overrides: list[str], output_dir: Pat
         output_dir: run folders are made in ``<output_dir>/variants/<name>``.
 
     Raises:
-        ValueError: fewer than two variants, or variants that differ in data, seed, steps, batch size or sizes,
-            so that their steps could not be compared; or a variant that can't be trained.
+        ValueError: fewer than two variants, one that is not there, or variants that differ in data, seed, steps, batch
+            size or sizes, so that their steps could not be compared; or a variant that can't be trained.
     """
     common = [o for o in overrides if not o.lstrip("+~").startswith(("compare.", "compare=", "hydra"))]
     variants = []
-    chosen = {name: own for name, own in settings.variants.items() if own is not None}
-    for name, own in chosen.items():
+    for name, own in _chosen(settings).items():
         cfg = compose_train([*common, *own, "step_clock.synchronize=true"])
         cfg.train.output_dir = str(output_dir / "variants" / str(name))
         cfg.train.eval_freq = 0  # evaluated once, after training, on the same seeds
@@ -180,6 +179,17 @@ def compose_variants(settings: DictConfig, overrides: list[str], output_dir: Pat
         raise ValueError(f"compare.variants needs at least two variants; got {[v.name for v in variants]}.")
     _require_same_work(variants)
     return variants
+
+
+def _chosen(settings: DictConfig) -> dict[str, list[str]]:
+    names = settings.variants if settings.only is None else settings.only
+    unknown = [name for name in names if name not in settings.variants]
+    if unknown:
+        raise ValueError(
+            f"compare.only names variants of compare.variants, which are {', '.join(settings.variants)}; got "
+            f"{', '.join(unknown)}. Add one as '+compare.variants.{unknown[0]}=[...]'."
+        )
+    return {name: settings.variants[name] for name in names}
 
 
 def _require_same_work(variants: list[Variant]) -> None:
