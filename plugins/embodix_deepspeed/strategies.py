@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,13 @@ class Zero1Strategy:
             yield (
                 f"parallel={self.name} computes in the policy's own dtype; got precision={run.precision}. Choose "
                 "precision=none, or parallel=ddp."
+            )
+
+        mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if mixed not in ("", "no"):
+            yield (
+                f"parallel={self.name} computes in the policy's own dtype: DeepSpeed turns an autocast around it off; "
+                f"got mixed_precision={mixed} of accelerate's launcher. Start with torchrun, or choose parallel=ddp."
             )
 
     def place(
