@@ -2,7 +2,7 @@
 """Parameters cut across ranks and gathered a unit at a time (torch's FSDP2).
 
 Source: torch.distributed.fsdp, ``fully_shard`` and ``register_fsdp_forward_method``. What one unit is, a policy's
-record says: a joint layer of π0.5 reads the parameters of two modules in one function, so the two are one unit.
+record says: a joint layer of two stacks reads the parameters of two modules in one function, so the two are one unit.
 """
 
 from __future__ import annotations
