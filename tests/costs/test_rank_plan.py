@@ -16,7 +16,9 @@ from embodix.parallel.replicated import HostStrategy
 from embodix.policies.support import support_of
 from embodix_pi05.testing import SMALL_ARCHITECTURE
 
-TRAITS = RunTraits(support_of("pi05"), True, "padding_free", False, "none", False, False, False, "cpu", 8)
+TRAITS = RunTraits(
+    support_of("pi05"), True, "padding_free", False, "none", False, False, False, "cpu", 8, checkpoint_format=None
+)
 FEATURES = {
     "observation.images.front": {"type": "VISUAL", "shape": [3, 28, 28]},
     "observation.state": {"type": "STATE", "shape": [2]},
