@@ -67,6 +67,10 @@ def test_hook_register_precisions(make_plugin):
     _check_hook("register_precisions", make_plugin)
 
 
+def test_hook_register_parallel_strategies(make_plugin):
+    _check_hook("register_parallel_strategies", make_plugin)
+
+
 def test_hook_register_runners(make_plugin):
     _check_hook("register_runners", make_plugin)
 
