@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,15 @@ def test_a_file_in_the_place_is_kept(run_verb: Command, tmp_path: Path) -> None:
     assert (tmp_path / "dataset").read_text() == "mine"
 
 
+@pytest.fixture
+def heard_interrupts() -> Iterator[None]:
+    """Python's own handler of Ctrl-C: a shell starts what runs in its background without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_recording_is_gone_on_with(
     run_verb: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
