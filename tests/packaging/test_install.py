@@ -58,6 +58,7 @@ OPTIONS = {
     "lerobot_groot_sizes": small("embodix_groot", "groot_n15_small"),
     "lerobot_quantized_checkpoint": {"policy_type": "groot"},
     "lerobot_peft_alpha": {"lora_alpha": 16},
+    "lerobot_sharded_resume": {"read_groups": None},
 }
 
 def symbols(target):
