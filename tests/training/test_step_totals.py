@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ class TwoRanks:
 
     other: StepTotals
     num_processes: int = 2
+    state = SimpleNamespace(num_processes=2)
     device = torch.device("cpu")
 
     def reduce(self, row: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -32,8 +34,8 @@ class TwoRanks:
         return row + torch.tensor([self.other.loss, *flags, self.other.num_samples, *counted], dtype=row.dtype)
 
 
-def _both(own: StepTotals, other: StepTotals, already_total: bool = False) -> StepTotals:
-    accelerator: Any = TwoRanks(other)
+def _both(own: StepTotals, other: StepTotals, already_total: bool = False, num_batches: int = 2) -> StepTotals:
+    accelerator: Any = TwoRanks(other, num_batches)
     return own.over_ranks(accelerator, already_total)
 
 
@@ -69,3 +71,10 @@ def test_a_broken_loss_of_the_other_rank_is_seen_in_the_mean() -> None:
 def test_one_process_keeps_its_own_to_the_bit() -> None:
     alone: Any = TwoRanks(OTHER, num_processes=1)
     assert OWN.over_ranks(alone, already_total=False) is OWN
+
+
+def test_ranks_that_share_samples_count_them_once_and_end_together() -> None:
+    """Ctrl-C reaches them in different steps."""
+    pressed = dataclasses.replace(OWN, interrupted=True)
+    assert _both(OWN, pressed, num_batches=1) == pressed
+    assert _both(pressed, OWN, num_batches=1) == pressed

@@ -157,7 +157,7 @@ class _WithValue(torch.autograd.Function):
 
 def over_ranks(value: Tensor, accelerator: Accelerator, reduction: str) -> Tensor:
     """The mean or sum of a value over the ranks that have samples of their own; those that share them have the same."""
-    if accelerator.num_processes == 1:
+    if accelerator.state.num_processes == 1:
         return value
     reduced = accelerator.reduce(value.to(accelerator.device), reduction=reduction)
     assert isinstance(reduced, Tensor)

@@ -52,7 +52,7 @@ class StepTotals:
         Args:
             already_total: loss, samples and counts are those of all ranks, as a composed step's are.
         """
-        if accelerator.num_processes == 1:
+        if accelerator.state.num_processes == 1:
             return self
         counted = () if self.counts is None else dataclasses.astuple(self.counts)
         row = [self.loss, float(not self.finite), float(self.interrupted), float(self.num_samples), *counted]
