@@ -70,6 +70,7 @@ def test_a_broken_loss_of_the_other_rank_is_seen_in_the_mean() -> None:
 
 def test_one_process_keeps_its_own_to_the_bit() -> None:
     alone: Any = TwoRanks(OTHER, num_processes=1)
+    alone.state = SimpleNamespace(num_processes=1)
     assert OWN.over_ranks(alone, already_total=False) is OWN
 
 

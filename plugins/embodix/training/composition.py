@@ -267,7 +267,7 @@ class CostFit:
         self._started = self._now()
 
     def forward_ended(self) -> None:
-        if self._accelerator.num_processes > 1:
+        if self._accelerator.state.num_processes > 1:
             self._stop()
 
     def bin_ended(self) -> None:
@@ -291,7 +291,7 @@ class CostFit:
         return self._seen_steps >= NUM_WARMUP + self._num_steps
 
     def _everyones(self) -> list[MeasuredBin]:
-        if self._accelerator.num_processes == 1:
+        if self._accelerator.state.num_processes == 1:
             return self.measured
         return list(gather_object(self.measured))
 
