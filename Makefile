@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make demo` and `make test` do all the set-up themselves, on a bare Linux machine too; a second run reuses it.
 .DEFAULT_GOAL := help
-.PHONY: help setup libero rl rlinf-tests demo test lint bench bench-rl docs lock clean
+.PHONY: help setup libero rl rlinf-tests demo test test-ranks lint bench bench-rl docs lock clean
 SHELL := /bin/bash
 BIN := .venv/bin
 PYTEST_ARGS ?=
@@ -30,7 +30,10 @@ demo: setup ## record data in the simulator, train upstream and embodix side by 
 	$(BIN)/lerobot compare experiment=demo
 
 test: setup ## run the test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope -m "not four_ranks" $(PYTEST_ARGS)
+
+test-ranks: setup ## run what launches four processes: each parallel strategy against one process, about 7 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m four_ranks $(PYTEST_ARGS)
 
 lint: setup ## style, types and import arrows
 	$(BIN)/ruff check .

@@ -129,7 +129,8 @@ class ZeroPlacement:
     def release(self) -> None:
         self._read.release()
         self._kept.release()
-        self.policy.destroy()
+        if dist.is_initialized():  # the engine exchanges as it ends, and accelerate ends the group with the run
+            self.policy.destroy()
 
     def _step_ended(self) -> None:
         self._read.step_ended()

@@ -123,3 +123,13 @@ def test_a_run_is_refused_before_its_data_are_read(run_of: Callable[..., list[st
     with pytest.raises(ValueError, match=r"checkpoint.format is one of .*; got 'safetensors'"):
         train_here(run_of(absent, "checkpoint.format=safetensors"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_strategy_of_the_launchers_is_refused_before_anything_is_read(
+    run_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate would train plain DDP on CPUs and say nothing of it."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"it has parallel=auto, and ACCELERATE_USE_FSDP=true.*parallel=fsdp2"):
+        train_here(run_of(tmp_path / "no data here"))
+    assert not (tmp_path / "run").exists()

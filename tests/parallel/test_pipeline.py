@@ -141,6 +141,18 @@ def require_equal(got: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
         assert (got["parameters"][name] - expected).norm() <= PARAMETERS * expected.norm(), name
 
 
+def require_stages_apart(done: Mapping[str, Any], num_copies: int) -> None:
+    total = done["ranks"][0]["total"]
+    assert sum(rank["held"] for rank in done["ranks"]) == num_copies * total
+    assert all(0 < rank["held"] < 0.6 * total for rank in done["ranks"])
+    assert all(0 < rank["optimizer"] < 0.6 * 2 * total for rank in done["ranks"])
+
+
+def require_taken_back(done: Mapping[str, Any]) -> None:
+    assert len(done["before"]) == 375 and done["after"].keys() == done["before"].keys()
+    assert all(torch.equal(done["after"][key], value) for key, value in done["before"].items())
+
+
 @pytest.mark.slow
 class TestTraining:
     @pytest.mark.parametrize("label", ["stages_2", "recomputed"])
@@ -162,18 +174,19 @@ class TestTraining:
     def test_copies_of_two_stages_train_as_one_process(self, four_ranks, alone) -> None:
         require_equal(four_ranks["stages_2"], alone[2])
 
-    def test_every_rank_holds_its_stage_alone(self, two_ranks, four_ranks) -> None:
-        for done, num_copies in ((two_ranks["stages_2"], 1), (four_ranks["stages_4"], 1), (four_ranks["stages_2"], 2)):
-            total = done["ranks"][0]["total"]
-            assert sum(rank["held"] for rank in done["ranks"]) == num_copies * total
-            assert all(0 < rank["held"] < 0.6 * total for rank in done["ranks"])
-            assert all(0 < rank["optimizer"] < 0.6 * 2 * total for rank in done["ranks"])
+    def test_every_rank_holds_its_stage_alone(self, two_ranks) -> None:
+        require_stages_apart(two_ranks["stages_2"], 1)
         assert two_ranks["stages_2"]["strategy"] == "pipeline (1F1B), layers 0-0 | 1-3"
 
-    def test_the_optimizers_state_is_saved_in_parts_and_taken_back(self, two_ranks, four_ranks) -> None:
-        for done in (two_ranks["checkpoint"], four_ranks["checkpoint"]):
-            assert len(done["before"]) == 375 and done["after"].keys() == done["before"].keys()
-            assert all(torch.equal(done["after"][key], value) for key, value in done["before"].items())
+    def test_four_ranks_hold_their_stages_alone(self, four_ranks) -> None:
+        require_stages_apart(four_ranks["stages_4"], 1)
+        require_stages_apart(four_ranks["stages_2"], 2)
+
+    def test_the_optimizers_state_is_saved_in_parts_and_taken_back(self, two_ranks) -> None:
+        require_taken_back(two_ranks["checkpoint"])
+
+    def test_four_ranks_take_the_optimizers_state_back(self, four_ranks) -> None:
+        require_taken_back(four_ranks["checkpoint"])
 
     def test_micro_batches_of_two_shapes_are_refused(self, two_ranks) -> None:
         assert "have one shape; got [(20, 32), " in two_ranks["refused"]

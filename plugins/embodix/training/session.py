@@ -151,6 +151,7 @@ class TrainingSession:
 
     def policy_built(self, policy: Any, accelerator: ObservedAccelerator) -> None:
         self.policy = policy = bare_policy(policy)
+        self._num_parameters = sum(parameter.numel() for parameter in policy.parameters())  # before they are cut
         self.accelerator = accelerator
         own_table = self.output_dir / GEMM_TABLE_FILE if self._step > 1 else None
         self.features = install_features(policy, self.selection, accelerator, gemm_table=own_table)
@@ -359,7 +360,7 @@ class TrainingSession:
             fallbacks=[part["fallback"] for part in low_precision if part.get("fallback")],
             patches=[name for name in patching.patch_names() if patching.is_applied(name)],
             flops_per_step=self.flops_per_step,
-            num_parameters=sum(p.numel() for p in self.policy.parameters()),
+            num_parameters=self._num_parameters,
             reference_check=asdict(self._reference_check) if self._reference_check else None,
             **peak_memory(self.accelerator.device),
         )
