@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from embodix.contracts import PlacedBytes, RankLayout
-from embodix.parallel.gradient_norm import CLIP_EPS
+from embodix.parallel.gradient_norm import scale_down, square_sum
 from embodix.parallel.optimizer_state import named_optimizer_state, optimizer_bytes
 from embodix_deepspeed.fragments import whole_shape
 from embodix_deepspeed.library import load_deepspeed
@@ -79,11 +79,10 @@ class ZeroPlacement:
         parts = [part for group in self._zero.averaged_gradients.values() for part in group or () if part.numel()]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         if parts:
-            square += torch.stack(torch._foreach_norm(parts)).double().square().sum()
+            square += square_sum(parts)
         dist.all_reduce(square)
         norm = square.sqrt().float()
-        if parts and max_norm != float("inf"):
-            torch._foreach_mul_(parts, torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0))
+        scale_down(parts, norm, max_norm)
         return norm
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor | None]]:

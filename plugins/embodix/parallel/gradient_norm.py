@@ -23,10 +23,19 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale all gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm(gradients)
-    parts = [part for part in (_local(gradient) for gradient in gradients) if part.numel()]
+    scale_down([part for part in (_local(gradient) for gradient in gradients) if part.numel()], norm, max_norm)
+    return norm
+
+
+def scale_down(parts: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale plain tensors, parts of gradients of this norm, to ``max_norm`` at most."""
     if parts and max_norm != float("inf"):
         torch._foreach_mul_(parts, torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0))
-    return norm
+
+
+def square_sum(parts: list[Tensor]) -> Tensor:
+    """Sum of the squares of plain tensors, one at least, in float64."""
+    return torch.stack(torch._foreach_norm(parts)).double().square().sum()
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -36,7 +45,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
         by_cut[_cut_of(gradient)].append(_local(gradient))
     squares = []
     for (mesh, dims), parts in by_cut.items():
-        square = torch.stack(torch._foreach_norm(parts)).double().square().sum()
+        square = square_sum(parts)
         for dim in dims:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(dim))

@@ -6,7 +6,8 @@ The policy stays the object that it was; its parameters become DTensors in place
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -144,7 +145,11 @@ class MeshPlacement:
         return {"model": model, "optimizer": named_optimizer_state(self.policy, self.optimizer)}
 
     def optimizer_template(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return state_like_parameters(self.policy)(name, shape, dtype)
+        return self._template(name, shape, dtype)
+
+    @functools.cached_property
+    def _template(self) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+        return state_like_parameters(self.policy)
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         set_named_optimizer_state(self.policy, self.optimizer, state)

@@ -7,7 +7,8 @@ batch, so that only activations and their gradients are exchanged; masks, positi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from embodix.contracts import ComputedPart, PipelineStages, PlacedBytes, PolicySupport, RankLayout, RunTraits
-from embodix.parallel.gradient_norm import CLIP_EPS, gradient_norm
+from embodix.parallel.gradient_norm import gradient_norm, scale_down
 from embodix.parallel.mesh import DATA, PIPELINE, rank_mesh, require_divisor
 from embodix.parallel.optimizer_state import (
     SEPARATOR,
@@ -132,8 +133,7 @@ class PipelinePlacement:
         square = gradient_norm(gradients).to(self._device, torch.float64).square()
         dist.all_reduce(square, group=self._mesh.get_group(PIPELINE))
         norm = square.sqrt().float()
-        if gradients and max_norm != float("inf"):
-            torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0))
+        scale_down(gradients, norm, max_norm)
         return norm
 
     def placed_bytes(self) -> PlacedBytes:
@@ -147,7 +147,11 @@ class PipelinePlacement:
     def optimizer_template(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         if name in self._names - self._stages.parameters[self._stage]:
             return None
-        return state_like_parameters(self.policy)(name, shape, dtype)
+        return self._template(name, shape, dtype)
+
+    @functools.cached_property
+    def _template(self) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+        return state_like_parameters(self.policy)
 
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         foreign = self._names - self._stages.parameters[self._stage]
