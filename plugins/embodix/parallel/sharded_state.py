@@ -7,6 +7,7 @@ rank ever holds more of it than its own part, or one tensor.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from embodix.parallel.optimizer_state import SEPARATOR
 from embodix.tensor_file import TensorFileWriter, TensorSpec
@@ -73,7 +74,7 @@ def load_optimizer_state(folder: Path, template: Template, group: dist.ProcessGr
         own = template(name, stored.size, stored.properties.dtype)
         if own is not None:
             wanted[key] = own
-    _read(folder, wanted, no_dist=not dist.is_initialized(), group=group)
+    _read(_Reader(folder), wanted, no_dist=not dist.is_initialized(), group=group)
     return {key.removeprefix(OPTIMIZER): value for key, value in wanted.items()}
 
 
@@ -88,7 +89,7 @@ def load_random_state(folder: Path, index: int, num_indices: int) -> dict[str, T
         return None
     own = {name: t for name, t in stored.items() if name.partition(".")[0] == str(index)}
     wanted = {f"{RANDOM}{name}": torch.empty(t.size, dtype=t.properties.dtype) for name, t in own.items()}
-    _read(folder, wanted, no_dist=True)
+    _read(_Reader(folder), wanted, no_dist=True)
     return {key.removeprefix(f"{RANDOM}{index}."): value for key, value in wanted.items()}
 
 
@@ -100,10 +101,11 @@ def export_model(folder: Path, path: Path) -> None:
     """
     stored = {key.removeprefix(MODEL): tensor for key, tensor in _tensors(folder, MODEL)}
     specs = {name: TensorSpec(tensor.properties.dtype, tuple(tensor.size)) for name, tensor in stored.items()}
+    reader = _Reader(folder)
     with TensorFileWriter(path, specs, {"format": "pt"}) as file:
         for name, spec in specs.items():
             value = torch.empty(spec.shape, dtype=spec.dtype)
-            _read(folder, {f"{MODEL}{name}": value}, no_dist=True)
+            _read(reader, {f"{MODEL}{name}": value}, no_dist=True)
             file.write(name, value)
 
 
@@ -122,8 +124,19 @@ def _tensors(folder: Path, prefix: str) -> Iterator[tuple[str, TensorStorageMeta
             yield key, entry
 
 
-def _read(folder: Path, into: dict[str, Tensor], no_dist: bool, group: dist.ProcessGroup | None = None) -> None:
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata of a checkpoint once, however often it is loaded from."""
+
+    @functools.cached_property
+    def _read_once(self) -> Metadata:
+        return super().read_metadata()
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._read_once
+
+
+def _read(reader: _Reader, into: dict[str, Tensor], no_dist: bool, group: dist.ProcessGroup | None = None) -> None:
     try:
-        dcp.load(into, storage_reader=dcp.FileSystemReader(folder), process_group=group, no_dist=no_dist)
+        dcp.load(into, storage_reader=reader, process_group=group, no_dist=no_dist)
     except (dcp.CheckpointException, OSError, RuntimeError) as error:
-        raise ValueError(f"The checkpoint in {folder} can't be read: {type(error).__name__}: {error}.") from error
+        raise ValueError(f"The checkpoint in {reader.path} can't be read: {type(error).__name__}: {error}.") from error
