@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from embodix.attention.cpu import SegmentAuto
-from embodix.contracts import Placement, PolicySupport, RankLayout
+from embodix.contracts import Placement, PolicySupport, RankLayout, RunTraits
 from embodix.packing.layout import PaddingFreePacker
 from embodix.parallel.gradient_norm import clip_grad_norm
 from embodix.policies.settings import FastPathSettings
@@ -26,6 +26,18 @@ from embodix_groot.wrapper import GrootN15Wrapper
 from embodix_pi05 import testing as pi05
 from embodix_pi05.wrapper import Pi05Wrapper
 
+SOUND_RUN = RunTraits(
+    support=support_of("pi05"),
+    packed=True,
+    packing="padding_free",
+    composes=False,
+    precision="none",
+    adapters=False,
+    mixture=False,
+    streaming=False,
+    device="cpu",
+    batch_size=8,
+)
 NUM_STEPS = 5
 LEARNING_RATE = 1e-3
 MAX_NORM = 1.0

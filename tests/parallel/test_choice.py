@@ -9,28 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parallel_cases import SOUND_RUN
 
 from embodix.arguments import ArgumentError
-from embodix.contracts import RankLayout, RunTraits
+from embodix.contracts import RankLayout
 from embodix.parallel.choice import OUTSIDE_CHOICES, choose_parallel
 from embodix.plugins import PluginError
 from embodix.policies.support import support_of
 from embodix.testing.host_runs import train_here
 
-SOUND = RunTraits(
-    support=support_of("pi05"),
-    packed=True,
-    packing="padding_free",
-    composes=False,
-    precision="none",
-    adapters=False,
-    mixture=False,
-    streaming=False,
-    device="cpu",
-    batch_size=8,
-    checkpoint_format="auto",
-    patches=("lerobot_atomic_checkpoint",),
-)
+SOUND = dataclasses.replace(SOUND_RUN, checkpoint_format="auto", patches=("lerobot_atomic_checkpoint",))
 
 
 def _refusal(name: str, num_processes: int, options: dict[str, Any] | None = None, **traits: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from parallel_cases import SOUND_RUN
 from pipeline_cases import DEPTH, installed, train_alone
 
 from embodix import plugins
@@ -30,20 +31,7 @@ def pipeline(**options: Any) -> Any:
     return plugins.build("parallel_strategies", "pipeline", options)
 
 
-TRAITS = RunTraits(
-    support=support_of("pi05"),
-    packed=True,
-    packing="sequence_length",
-    composes=True,
-    precision="none",
-    adapters=False,
-    mixture=False,
-    streaming=False,
-    device="cpu",
-    batch_size=8,
-    bins_per_step=4,
-    num_shapes=1,
-)
+TRAITS = replace(SOUND_RUN, packing="sequence_length", composes=True, bins_per_step=4, num_shapes=1)
 
 
 def test_the_processes_are_stages_then_copies() -> None:

@@ -7,26 +7,14 @@ import dataclasses
 from typing import Any
 
 import pytest
-from parallel_cases import CASES
+from parallel_cases import CASES, SOUND_RUN
 from torch import nn
 
-from embodix.contracts import PolicySupport, RankLayout, RunTraits, TensorPlan
+from embodix.contracts import PolicySupport, RankLayout, TensorPlan
 from embodix.parallel.tensor import TensorParallelStrategy
 from embodix.parallel.tensor_cuts import planned_cuts, require_divisible
 from embodix.policies.support import support_of
 
-SOUND = RunTraits(
-    support=support_of("pi05"),
-    packed=True,
-    packing="padding_free",
-    composes=False,
-    precision="none",
-    adapters=False,
-    mixture=False,
-    streaming=False,
-    device="cpu",
-    batch_size=8,
-)
 HALVES = RankLayout(tensor=2)
 
 
@@ -67,12 +55,12 @@ def test_other_arrangements_are_refused(options: dict[str, Any], parts: tuple[st
     ],
 )
 def test_runs_that_it_cannot_train(traits: dict[str, Any], layout: RankLayout, parts: tuple[str, ...]) -> None:
-    (fault,) = TensorParallelStrategy().faults(dataclasses.replace(SOUND, **traits), layout)
+    (fault,) = TensorParallelStrategy().faults(dataclasses.replace(SOUND_RUN, **traits), layout)
     assert all(part in fault for part in parts), fault
 
 
 def test_a_run_that_it_can_train() -> None:
-    assert list(TensorParallelStrategy().faults(SOUND, HALVES)) == []
+    assert list(TensorParallelStrategy().faults(SOUND_RUN, HALVES)) == []
 
 
 def test_heads_are_shared_out_evenly() -> None:
